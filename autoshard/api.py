@@ -79,10 +79,10 @@ def jit(
         a `MeshConfig`, or None: all devices, in the axes that make the step fastest.
       strategy: ``"auto"``, a preset (``"dp"``, ``"fsdp"``, ``"tp"``, ``"fsdp_tp"``, ``"zero1"``, ``"zero2"``,
         ``"zero3"``, ``"replicated"``), either of them with the optimizer's state kept in the host's memory
-        (``"fsdp+offload:optimizer"``, ``"offload:optimizer"`` for "auto") or with an axis of the mesh as the stages of
-        a pipeline (``"fsdp+pipeline:stage"``, ``"pipeline:stage"``), or a `Plan` made earlier. Of such a
-        plan's compiler options, those that may do more than change how the step is compiled must be in
-        ``compiler_options`` too.
+        (``"fsdp+offload:optimizer"``, ``"offload:optimizer"`` for "auto"), parameters of layers too
+        (``"offload:state"``), or with an axis of the mesh as the stages of a pipeline (``"fsdp+pipeline:stage"``,
+        ``"pipeline:stage"``), or a `Plan` made earlier. Of such a plan's compiler options, those that may do more than
+        change how the step is compiled must be in ``compiler_options`` too.
         Presets split the batch, as `autoshard.ir.batch` finds it and `Plan.batch` says, over the axes that divide
         it; arguments that are not carried and have none of it are parameters. Under "auto", arguments that are on the
         mesh already when the step is planned, and that no result replaces, keep the specs that they have there.
@@ -121,7 +121,7 @@ def jit(
         fastest layout, among them ``"recompute:full"``, or values to make again or to hold on the host by name and
         number of layers, ``"recompute:mlp.up=12,attention=all,mlp.gate=host"``, or ``"losses"`` before them so that
         less is recomputed, if that is faster than other layouts; and ``"offload:optimizer"`` after them where nothing
-        else fits, or only what is slower.
+        else fits, or only what is slower, or ``"offload:state"`` where nothing else fits.
       rules: rules for this step only, as in `register_rule`, by primitive, name of a primitive, or name of a kernel or
         function; they take precedence over all others.
       strict: an operation that has no rule, and so would be replicated, is an error rather than a diagnostic.
@@ -214,7 +214,7 @@ def jit(
             memory_saving_passes=() if decided else (*parse_passes(MEMORY_SAVING_PASSES, PASSES), *offload),
             optional_passes=parse_passes(OPTIONAL_PASSES if passes is None else None, PASSES),
             microbatch=None if whole else Microbatch(microbatches or 0),
-            offload=None if offload or passes is not None else Offload(),
+            offload=() if offload or passes is not None else (Offload(), Offload("state")),
             in_shardings=in_shardings,
             out_shardings=out_shardings,
             static_nums=static_nums,

@@ -60,20 +60,22 @@ class ArgumentRoles:
 def argument_roles(graph: Graph) -> ArgumentRoles:
     """The role of each argument.
 
-    A parameter is a carried argument that a differentiated equation reads, at any depth of loops and branches; where
-    nothing is differentiated, every carried argument is one.
+    A parameter is a carried argument that a differentiated equation reads, at any depth of loops and branches, or of
+    which it reads elements that were moved or cast before, as rows of layers; where nothing is differentiated, every
+    carried argument is one.
     """
     carried = {i for i, _ in graph.program.carries}
     differentiated = {v for n in graph.nodes if n.phase in (FORWARD, BACKWARD) for v in n.operands}
-    tied: dict[int, list[int]] = defaultdict(
-        list
-    )  # by a value in a region: those that enter it, at first and by a loop
+    same: dict[int, list[int]] = defaultdict(list)  # by value: those that enter a region as it, or that it consists of
     for n in graph.nodes:
+        traits = n.kind.traits
         if n.tie and n.trip_count:
-            tied[n.results[0]] += n.operands
+            same[n.results[0]] += n.operands
+        elif traits.moves_data or traits.casts:
+            same[n.results[0]] += [v for v, shape in zip(n.operands, n.kind.shapes, strict=False) if shape]
     todo = [*differentiated]
     while todo:
-        new = set(tied[todo.pop()]) - differentiated
+        new = set(same[todo.pop()]) - differentiated
         differentiated |= new
         todo += new
     parameters = {i for i in carried if not differentiated or graph.inputs[i] in differentiated}

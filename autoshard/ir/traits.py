@@ -29,8 +29,9 @@ class Traits:
     `transforms.batch_parts` (it is computed for a part)."""
     moves_data: bool = False
     """It takes elements of its operands to other positions and computes nothing; XLA fuses it into what reads it. Asked
-    by `cost.liveness` (no buffer), `cost.profile_step` and `cost.fusions` (part of what reads it),
-    `passes.sum_products` (rounds nothing) and `transforms.held_values` (it has its operand's name)."""
+    by `cost.liveness` (no buffer), `cost.profile_step` and `cost.fusions` (part of what reads it), `ir.dim_classes`
+    (rows of a parameter are of one), `passes.sum_products` (rounds nothing) and `transforms.held_values` (it has its
+    operand's name)."""
     in_place_operand: int | None = None
     """The operand whose buffer takes the result where nothing else reads it. Asked by `cost.liveness`, `cost.fusions`
     (it moves what it writes) and `ir.build_graph` (what is written into what leaves leaves too)."""
@@ -81,7 +82,7 @@ class Traits:
     casts: bool = False
     """Its result is its operand in another dtype. Asked by `ir.combined_reductions`, `transforms.per_part_sums`,
     `transforms.batch_parts`, `cost.profile_step`, `pipelining.chain`, `passes.attention`, `passes.experts`,
-    `plan.planner`, `transforms.held_values` and `cost.overlap`."""
+    `plan.planner`, `transforms.held_values`, `ir.dim_classes` and `cost.overlap`."""
     linear: tuple[tuple[int, ...], ...] = ()
     """Sets of operands in which, all others fixed, it is linear. Asked by `transforms.per_part_sums`,
     `passes.sum_products` and `passes.experts.picks`, which carry sums over parts through it, and by `pipelining`, sums

@@ -28,8 +28,8 @@ class CarriedSpecs:
     """By argument path, shape and dtype."""
     stages: str | None = None
     """The mesh axis of the pipeline's stages, if the plan has one."""
-    offloaded: bool = False
-    """Whether some of it is in the host's memory by that plan's choice."""
+    passes: frozenset[str] = frozenset()
+    """Those that the plan was made with, as written."""
 
 
 @dataclass
@@ -48,8 +48,8 @@ class FirstPlan:
         if self.carried is None and carried:
             specs = {(p.path, p.shape, p.dtype): p.spec for p in carried}
             pipeline = executable.plan.pipeline
-            on_host = any(p.offloaded for p in carried)
-            self.carried = CarriedSpecs(executable.plan.mesh, specs, pipeline.axis if pipeline else None, on_host)
+            passes = frozenset(p.written for p in executable.plan.passes)
+            self.carried = CarriedSpecs(executable.plan.mesh, specs, pipeline.axis if pipeline else None, passes)
 
     def forget(self) -> None:
         """As before the first plan."""

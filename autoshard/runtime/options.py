@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,9 +43,9 @@ class Options:
     """The pass that computes the step in micro-batches, before all others: where the user gave their number, with it;
     else with the number open, tried where memory is short. None: the batch is computed whole."""
 
-    offload: Pass | None
-    """The pass that keeps the optimizer's state on the host, tried after all others where memory is short; None where
-    the user asked for it, or named the passes."""
+    offload: tuple[Pass, ...]
+    """The passes of which each keeps more of the carried state on the host than the one before, tried after all others
+    where memory is short; empty where the user asked for one, or named the passes."""
 
     in_shardings: Any
     out_shardings: Any
@@ -71,17 +71,19 @@ class Options:
         """Whether plans depend on where arguments are: those of a preset, and one that is given, do not."""
         return self.plan is None and self.request.strategy == "auto"
 
-    def with_offload(self) -> Options:
-        """These options, with the optimizer's state on the host in any case."""
-        if self.offload is None:
-            return self
-        saving = (*self.memory_saving_passes, self.offload) if self.memory_saving_passes else ()
-        return replace(self, passes=(*self.passes, self.offload), memory_saving_passes=saving, offload=None)
+    def offloading(self, offload: Pass) -> Options:
+        """These options, with what ``offload`` keeps on the host there in any case."""
+        saving = (*self.memory_saving_passes, offload) if self.memory_saving_passes else ()
+        return replace(self, passes=(*self.passes, offload), memory_saving_passes=saving, offload=())
+
+    def as_written(self, passes: Container[str]) -> Options:
+        """These options, with what one of ``passes`` keeps on the host there in any case."""
+        chosen = next((p for p in self.offload if str(p) in passes), None)
+        return self.offloading(chosen) if chosen else self
 
     def as_for(self, plan: PlanRecord) -> Options:
-        """These options, with the optimizer's state on the host if ``plan`` has it there by the planner's choice."""
-        chosen = self.offload is not None and str(self.offload) in {p.written for p in plan.passes}
-        return self.with_offload() if chosen else self
+        """These options, with what ``plan`` has on the host by the planner's choice there in any case."""
+        return self.as_written({p.written for p in plan.passes})
 
     def without_first(self) -> Options:
         """The options for the same function with its first argument bound."""

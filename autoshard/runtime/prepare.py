@@ -234,7 +234,7 @@ def _plan_as_first(
     Returns:
       The candidates, the flat arguments that have the specs ``first``, and why none of them could.
     """
-    options = options.with_offload() if first.offloaded else options
+    options = options.as_written(first.passes)
     try:
         program, pinned = pin_carried(trace_on(Ground(first.mesh, first.stages)), first)
         return [plan_within_memory(program, options)], pinned, ""

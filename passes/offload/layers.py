@@ -125,7 +125,7 @@ def _is_elementwise(eqn: jx.JaxprEqn) -> bool:
 
 def _scanned(jaxpr: jx.Jaxpr) -> set[jx.Var]:
     """The variables of ``jaxpr`` whose rows a loop reads or makes in turn, at any depth; and what is computed of such
-    element by element, as sums of gradients are, or is cast to such."""
+    element by element, as sums of gradients are, or put together, or is cast to such or has them among others."""
     found = set[jx.Var]()
     for e in jx.eqns_with_regions(jaxpr):
         for r in jx.regions(e):
@@ -133,11 +133,12 @@ def _scanned(jaxpr: jx.Jaxpr) -> set[jx.Var]:
             for wires, outside, inside in ((r.inputs, e.invars, r.body.invars), (r.outputs, e.outvars, r.body.outvars)):
                 ends = [outside[w.outside] for w in wires if w.stacked or inside[w.inside] in inner]
                 found.update(a for a in ends if isinstance(a, jx.Var))
-    elementwise = [e for e in jaxpr.eqns if _is_elementwise(e)]
-    for e in reversed(elementwise):
-        if e.primitive is lax.convert_element_type_p and not found.isdisjoint(e.outvars):
+    for e in reversed(jaxpr.eqns):
+        if (e.primitive is lax.convert_element_type_p or e.primitive is lax.slice_p) and not found.isdisjoint(
+            e.outvars
+        ):
             found.update(a for a in e.invars if isinstance(a, jx.Var))
-    for e in elementwise:
+    for e in [e for e in jaxpr.eqns if e.primitive is lax.concatenate_p or _is_elementwise(e)]:
         if any(isinstance(a, jx.Var) and a in found for a in e.invars):
             found.update(e.outvars)
     return found

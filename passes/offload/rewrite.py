@@ -7,27 +7,32 @@ else, one after the other, so that the state of one is on the device while the o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import cast
 
 from autoshard import jaxpr as jx
 from autoshard.errors import ChunkError
 from autoshard.ir.program import Program
 from autoshard.passes.offload.layers import StepJaxpr, layer_loop, layers_of
+from autoshard.passes.offload.parameters import with_rows_from_host
 from autoshard.transforms.held_values.on_host import moved
 
 Updates = list[list[jx.JaxprEqn]]
 
 
-def offload_carried(program: Program, jaxpr: jx.Jaxpr, pairs: Mapping[int, int]) -> jx.Jaxpr:
+def offload_carried(
+    program: Program, jaxpr: jx.Jaxpr, pairs: Mapping[int, int], parameters: Collection[int] = ()
+) -> jx.Jaxpr:
     """``jaxpr`` with the inputs ``pairs`` in the host's memory, and the outputs that replace them too.
 
     Args:
       program: of which ``jaxpr`` is that, or that without padding.
       pairs: output by input, both as flat positions.
+      parameters: those of the inputs that loops over layers read.
     """
     invars, outvars = list(jaxpr.invars), list(jaxpr.outvars)
     on_host = {invars[i]: jx.host_var(invars[i]) for i in pairs}
+    jaxpr = with_rows_from_host(jaxpr, {invars[i]: on_host[invars[i]] for i in parameters}) if parameters else jaxpr
     carried = {v: invars[i] for i, o in program.carries if isinstance(v := outvars[o], jx.Var)}
     results = {v: jx.host_var(v) for o in pairs.values() if (v := outvars[o]) in carried and v not in on_host}
     step, (eqns, updates) = StepJaxpr(jaxpr), _updates(jaxpr, on_host)

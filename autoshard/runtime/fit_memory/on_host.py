@@ -1,4 +1,4 @@
-"""Plans within the memory budget, with the optimizer's state on the host where that is faster."""
+"""Plans within the memory budget, with carried state on the host where that is faster, or nothing else fits."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from autoshard.runtime.fit_memory.time_bounds import TimeBounds
 from autoshard.runtime.fit_memory.within_budget import with_each_optional
 from autoshard.runtime.options import Options, memory_saving_sequences, passes_of
 from autoshard.runtime.stages import Planned, keeping_programs, plan_program, run_passes
+from autoshard.transforms.pipeline import Pass
 from autoshard.units import size_text, time_text
 
 
 @keeping_programs()
 def plan_within_memory(traced: Program, options: Options, to_beat: float = math.inf) -> Planned:
     """Plans ``traced`` within the memory budget. Where nothing fits, or memory costs more time than the optimizer's
-    state would take to come from the host and go back, that state is kept on the host if the step is faster so.
+    state would take to come from the host and go back, that state is kept on the host if the step is faster so; where
+    nothing fits then either, parameters of layers too.
 
     Args:
       to_beat: seconds of the best plan so far. A pipeline whose busiest stage alone takes longer is not tried in other
@@ -41,12 +43,12 @@ def plan_within_memory(traced: Program, options: Options, to_beat: float = math.
         if not (may_help and _offload_frees_passes(traced, planned, options, bounds)):
             return planned
         why = f"the fastest plan takes {time_text(planned.plan.cost.seconds)}"
-    with contextlib.suppress(MemoryBudgetError):
-        if options.offload is not None and _offloaded_bytes(traced, options):
-            offloading = options.with_offload()
-            found = plan_on_device(traced, offloading, to_beat, TimeBounds())
-            if planned is None or preference(found.plan) < preference(planned.plan):
-                return with_note(traced, found, options.offload, why, _host_text(found.plan))
+    for offload in options.offload if planned is None else options.offload[:1]:
+        with contextlib.suppress(MemoryBudgetError):
+            if _offloaded_bytes(traced, options, offload):
+                found = plan_on_device(traced, options.offloading(offload), to_beat, TimeBounds())
+                if planned is None or preference(found.plan) < preference(planned.plan):
+                    return with_note(traced, found, offload, why, _host_text(found.plan))
     if planned is None:
         assert isinstance(why, MemoryBudgetError)
         raise why
@@ -67,7 +69,7 @@ def _offload_frees_passes(traced: Program, planned: Planned, options: Options, b
     save less memory and take less time: the next less saving sequence that fits, with whichever optional pass, says so.
     Where residuals are on the host already, it has to promise `MIN_GAIN`.
     """
-    plan, less = planned.plan, options.with_offload()
+    plan, less = planned.plan, options.offloading(options.offload[0])
     written = {p.written for p in plan.passes}
     sequences = [options.passes, *memory_saving_sequences(traced, options)]
     chosen = max((i for i, passes in enumerate(sequences) if written.issuperset(map(str, passes))), default=0)
@@ -77,7 +79,7 @@ def _offload_frees_passes(traced: Program, planned: Planned, options: Options, b
     deciding = {p.name for p in options.memory_saving_passes if p.decides_held}
     transfers = _transfer_seconds(traced, options)
     if chosen == 0 and deciding & {p.name for p in plan.passes}:  # values are held one by one
-        freed = _offloaded_bytes(traced, options) / traced.mesh.size
+        freed = _offloaded_bytes(traced, options, options.offload[0]) / traced.mesh.size
         passes = passes_of(plan, traced, options)
         promised = held_by_value(traced, passes, plan, freed, options.request)[1] + transfers
         least = MIN_GAIN if any(r.on_host for r in plan.residuals) else 0.0
@@ -106,15 +108,15 @@ def _offload_frees_passes(traced: Program, planned: Planned, options: Options, b
 
 def _transfer_seconds(traced: Program, options: Options) -> float:
     """Seconds in which the optimizer's state comes from the host and goes back; 0 where it has no memory of its own."""
-    offloaded = _offloaded_bytes(traced, options)
+    offloaded = _offloaded_bytes(traced, options, options.offload[0]) if options.offload else 0
     return 2 * offloaded / traced.mesh.size / traced.mesh.hardware.host_bandwidth if offloaded else 0.0
 
 
-def _offloaded_bytes(traced: Program, options: Options) -> int:
-    """Of all devices together, the bytes that the host may take; 0 where it has no memory of its own."""
-    if options.offload is None or traced.pipeline is not None or not traced.mesh.hardware.host_bandwidth:
+def _offloaded_bytes(traced: Program, options: Options, offload: Pass) -> int:
+    """Of all devices together, the bytes that the host takes by ``offload``; 0 where it has no memory of its own."""
+    if traced.pipeline is not None or not traced.mesh.hardware.host_bandwidth:
         return 0
-    program, _ = run_passes(traced, (options.offload,), options.request)
+    program, _ = run_passes(traced, (offload,), options.request)
     return sum(leaf.bytes for leaf in program.inputs if leaf.offloaded)
 
 

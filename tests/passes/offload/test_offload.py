@@ -66,14 +66,21 @@ def kinds(tree: Any) -> set[str]:
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
 
 
-def check_equal(planned: Any, fun: Callable[..., Any], state: Any, steps: int = 3, on_host: str = "opt") -> Any:
-    """Runs both, and returns the state: from the second call on, nothing has to be moved (warnings are errors)."""
+def check_equal(
+    planned: Any, fun: Callable[..., Any], state: Any, steps: int = 3, on_host: str = "opt", params: str = "device"
+) -> Any:
+    """Runs both, and returns the state: from the second call on, nothing has to be moved (warnings are errors).
+
+    Args:
+      params: the memory of the layers' parameters.
+    """
     want = state
     for _ in range(steps):
         (state, loss), (want, wanted) = planned(state, X), jax.jit(fun)(want, X)
         chex.assert_trees_all_close((state, loss), (want, wanted), rtol=1e-5, atol=1e-6)
         assert "pinned_host" in kinds(state[on_host])
-        assert kinds(state["params"]) == {"device"}
+        assert kinds(state["params"]) == {"device", params}
+        assert params == "device" or kinds(state["params"]["layers"]) == {params}
     return state
 
 
@@ -220,6 +227,76 @@ def test_a_stored_plan_a_checkpoint_and_verify(tmp_path: Path) -> None:
     assert kinds(nested["opt"]) == {"pinned_host"}
 
 
+# --- parameters too --------------------------------------------------------------------------------------------------
+
+
+def row_copies(planned: Any, *args: Any) -> int:
+    """Copies from the host's memory in the bodies of loops that carry nothing there."""
+    jaxpr = planned.trace(*args).jaxpr
+    bodies = [
+        r.body for e in jx.walk(jaxpr) for r in jx.regions(e) if not any(in_host_memory(v.aval) for v in e.outvars)
+    ]
+    return sum(
+        in_host_memory(e.invars[0].aval) and not in_host_memory(e.outvars[0].aval)
+        for body in bodies
+        for e in body.eqns
+        if e.primitive.name == "device_put"
+    )
+
+
+STATE: dict[str, tuple[dict[str, Any], int]] = {
+    "auto": ({"strategy": "offload:state"}, 4),
+    "fsdp": ({"strategy": "fsdp+offload:state"}, 4),
+    "tp": ({"strategy": "tp+offload:state"}, 4),
+    "made again in some layers": ({"strategy": "offload:state", "recompute": {"*.up": 2}}, 8),
+    "made again in all layers": ({"strategy": "offload:state", "recompute": {"*": "all"}}, 4),
+    "in micro-batches": ({"strategy": "offload:state", "microbatches": 4}, 4),
+}
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_parameters_of_layers_come_in_row_by_row(name: str) -> None:
+    options, copies = STATE[name]
+    train, state = training(ADAMW)
+    planned = autoshard.jit(train, mesh=MESH, donate_argnums=0, **options)
+    check_equal(planned, train, state, params="pinned_host")
+    plan = planned.plan(state, X)
+    on_host = {p.path for p in plan.inputs if p.offloaded}
+    assert on_host == {p.path for p in plan.inputs if "u[" in p.path or "['params']['layers']" in p.path}
+    assert plan.memory.parameters == 4 * WIDTH * WIDTH // next(
+        p.spec.num_shards(plan.mesh.shape) for p in plan.inputs if p.path.endswith("['params']['in']")
+    )
+    assert row_copies(planned, state, X) == copies
+    assert host_loops(planned, state, X) == 2  # the updates
+    assert "arrays of optimizer state and parameters" in next(p.change for p in plan.passes if p.name == "offload")
+
+
+def test_parameters_that_more_than_loops_read_stay() -> None:
+    """Of those that loops read from casts and slices of them alone, rows come in and are cast."""
+
+    def loss_with(params: Any, x: Any) -> Any:
+        casts = jax.tree.map(lambda p: p.astype("bfloat16").astype("float32"), params["layers"])
+        first = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w["up"]) @ w["down"], None), x @ params["in"], casts)[0]
+        second = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), first, params["other"][1:])[0]
+        return (second**2).mean() + (params["read"][0] @ x.T).mean()
+
+    def train(state: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_with)(state["params"], x)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+        return {"params": params}, loss
+
+    other = {"other": normal(4, WIDTH, WIDTH, seed=5) / 4, "read": normal(4, WIDTH, WIDTH, seed=6) / 4}
+    state = {"params": PARAMS | other}
+    planned = autoshard.jit(train, mesh=MESH, strategy="offload:state", donate_argnums=0)
+    plan = planned.plan(state, X)
+    offloaded = {p.path.partition("['params']")[2] for p in plan.inputs if p.offloaded}
+    assert offloaded == {"['layers']['down']", "['layers']['up']", "['other']"}
+    want = state
+    for _ in range(2):
+        (state, loss), (want, wanted) = planned(state, X), jax.jit(train)(want, X)
+        chex.assert_trees_all_close((state, loss), (want, wanted), rtol=1e-5, atol=1e-6)
+
+
 def test_what_cannot_be_offloaded() -> None:
     for strategy in ("offload:params", "fsdp+offload", "offload:"):
         with pytest.raises(PassError, match="does not know what to offload"):
@@ -263,6 +340,10 @@ def test_it_is_chosen_where_nothing_else_fits() -> None:
     assert "fits the memory budget of 28.00 MiB" in note
     assert "on the host, and take" in note
     assert "are between calls" in " ".join(plan.explain().split())
+    less = autoshard.jit(train, mesh=CHIPS, donate_argnums=0, memory_budget="14MiB").plan(*args)
+    assert less.memory.peak <= 14 * 2**20 < free.memory.parameters + free.memory.gradients
+    assert {p.path for p in less.inputs if p.offloaded} > {p.path for p in plan.inputs if p.offloaded}
+    assert "offload:state was added" in " ".join(d.text for d in less.diagnostics)
     with pytest.raises(autoshard.errors.MemoryBudgetError):
         autoshard.jit(train, mesh=CHIPS, donate_argnums=0, memory_budget="2MiB").plan(*args)
 
