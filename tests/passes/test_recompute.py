@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from autoshard.errors import PassError
 from autoshard.ir.trace import trace
 from autoshard.jaxpr.arguments import in_host_memory
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
+from autoshard.machine.mesh_config import MeshConfig
 from autoshard.passes import PASSES, Attention, Recompute
 from autoshard.passes.recompute import products
 from autoshard.rules import SHIPPED
@@ -672,3 +674,18 @@ def test_what_is_held_takes_least_time_within_the_room(base):
         both = price_of_held([loop, loop], choose_held([loop, loop], 2 * room))
         assert both.bytes <= 2 * room + 1e-9
         assert both.seconds <= 2 * price.seconds * 1.2
+
+
+def test_what_is_small_beside_the_largest_value_stays_on_the_device_unless_asked_for():
+    program, _ = decoder(True)
+    program = replace(program, mesh=MeshConfig(axes={"data": 8}, tpu="v5e:2x4").mesh())
+    names = [g.name for g in residual_groups(program)]
+    small = "layers.q"
+    assert small in names
+    for share, on_host in ((1 / 4, True), (1 / 16, False)):
+        prices = {n: (1e3 * share if n == small else 1e3, 1.0) for n in names}
+        found = Recompute("full").within(program, prices, dict.fromkeys(names, (LAYERS, 0)), [(9.0, 1.2e4)])
+        assert found is not None
+        sent = {p.partition("=")[0] for p in str(found[0]).partition(":")[2].split(",") if p.endswith("=host")}
+        assert len(sent) > 1
+        assert (small in sent) == on_host
