@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autoshard.cost.overlap import share_hidden
+from autoshard.cost.overlap import ALL, hideable
 from autoshard.cost.reshard import reshard_seconds
 from autoshard.ir.spec import Spec
 from autoshard.machine.hardware import load_hardware
@@ -58,20 +58,30 @@ def train(w, x):
     return w - jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)
 
 
-def test_shares_ring_product_are_those_of_each_pair_of_options():
-    kind = next(replace(n.kind, ring_product=True) for n in graph(train, (A, A), MESH).nodes if n.kind.flops)
+def pairs(kind, position, src, dst, mesh=MESH):
+    """`hideable` of each pair of options: shares, and by how much more rings last."""
+    each = [
+        [hideable(kind, position, src.distinct_specs[a], dst.distinct_specs[b], mesh) for b in dst.index]
+        for a in src.index
+    ]
+    return np.moveaxis(np.array(each), -1, 0)
+
+
+def test_what_is_hidden_in_rings_is_that_of_each_pair_of_options():
+    size = (4096, 4096)
+    kind = next(
+        replace(n.kind, in_rings=frozenset({0, 2})) for n in graph(train, (size,) * 2, MESH).nodes if n.kind.flops
+    )
     tables = SpecTables(OPTIONS, MESH)
     read, made = tables.value_specs(1, (0, 1)), tables.value_specs(0, (0, -1), ((1, "sum"),))
     for position, src, dst in ((0, read, tables.value_specs(1, (-1, 1))), (2, made, read)):
-        each = [
-            [share_hidden(kind, position, src.distinct_specs[a], dst.distinct_specs[b], MESH) for b in dst.index]
-            for a in src.index
-        ]
-        np.testing.assert_array_equal(tables.share_matrix(src, dst, kind, position), each)
-        assert np.any(each)
+        each = pairs(kind, position, src, dst)
+        np.testing.assert_array_equal(tables.hideable_matrix(src, dst, kind, position), each)
+        assert np.any(each[0])
         if len(src.index) == len(dst.index):
-            np.testing.assert_array_equal(tables.share_pairs(src, dst, kind, position), np.diagonal(each))
-    assert tables.share_matrix(read, made, replace(kind, ring_product=False), 0) == 1
+            diagonal = np.diagonal(each, axis1=1, axis2=2)
+            np.testing.assert_array_equal(tables.hideable_pairs(src, dst, kind, position), diagonal)
+    assert tables.hideable_matrix(read, made, kind, 1) == ALL, "no position in a ring"
 
 
 def test_shares_beside_gradients_are_those_of_each_pair_of_options():
@@ -79,14 +89,14 @@ def test_shares_beside_gradients_are_those_of_each_pair_of_options():
     kind = next(replace(n.kind, on_fast_links=frozenset({2})) for n in graph(train, (A, A), mesh).nodes if n.kind.flops)
     tables = SpecTables(OPTIONS, mesh)
     src, dst = tables.value_specs(0, (0, -1), ((1, "sum"),)), tables.value_specs(1, (0, 1))
-    each = [
-        [share_hidden(kind, 2, src.distinct_specs[i], dst.distinct_specs[j], mesh) for j in dst.index]
-        for i in src.index
-    ]
-    np.testing.assert_array_equal(tables.share_matrix(src, dst, kind, 2), each)
-    assert {0.0, 1.0} == {share for row in each for share in row}
-    np.testing.assert_array_equal(tables.share_pairs(dst, dst, kind, 2), np.ones(len(dst.index)))
-    assert tables.share_matrix(src, dst, kind, 0) == 1, "another operand"
+    shares, outlasts = pairs(kind, 2, src, dst, mesh)
+    found = tables.hideable_matrix(src, dst, kind, 2)
+    np.testing.assert_array_equal(found.share, shares)
+    assert not outlasts.any()
+    assert not found.outlasts
+    assert {0.0, 1.0} == {*shares.flat}
+    np.testing.assert_array_equal(tables.hideable_pairs(dst, dst, kind, 2).share, np.ones(len(dst.index)))
+    assert tables.hideable_matrix(src, dst, kind, 0) == ALL, "another operand"
 
 
 def test_equal_options_share_their_specs():
