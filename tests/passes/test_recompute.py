@@ -21,6 +21,7 @@ from autoshard.machine.mesh_config import MeshConfig
 from autoshard.passes import PASSES, Attention, Recompute
 from autoshard.passes.recompute import products
 from autoshard.rules import SHIPPED
+from autoshard.transforms.held_values import sets
 from autoshard.transforms.held_values.names import residual_groups
 from autoshard.transforms.held_values.sets import LayerLoop, choose_held, price_of_held
 from autoshard.transforms.pipeline import Pipeline, parse_passes
@@ -676,16 +677,16 @@ def test_what_is_held_takes_least_time_within_the_room(base):
         assert both.seconds <= 2 * price.seconds * 1.2
 
 
-def test_what_is_small_beside_the_largest_value_stays_on_the_device_unless_asked_for():
+@pytest.mark.parametrize(("least", "is_sent"), [(1 / 8, True), (1 / 2, False)])
+def test_what_is_small_beside_the_largest_value_stays_on_the_device_unless_asked_for(monkeypatch, least, is_sent):
+    monkeypatch.setattr(sets, "SMALLEST_SENT", least)
     program, _ = decoder(True)
     program = replace(program, mesh=MeshConfig(axes={"data": 8}, tpu="v5e:2x4").mesh())
     names = [g.name for g in residual_groups(program)]
     small = "layers.q"
-    assert small in names
-    for share, on_host in ((1 / 4, True), (1 / 16, False)):
-        prices = {n: (1e3 * share if n == small else 1e3, 1.0) for n in names}
-        found = Recompute("full").within(program, prices, dict.fromkeys(names, (LAYERS, 0)), [(9.0, 1.2e4)])
-        assert found is not None
-        sent = {p.partition("=")[0] for p in str(found[0]).partition(":")[2].split(",") if p.endswith("=host")}
-        assert len(sent) > 1
-        assert (small in sent) == on_host
+    prices = {n: (250.0 if n == small else 1e3, 1.0) for n in names}
+    found = Recompute("full").within(program, prices, dict.fromkeys(names, (LAYERS, 0)), [(9.0, 6e3)])
+    assert found is not None
+    sent = {p.partition("=")[0] for p in str(found[0]).partition(":")[2].split(",") if p.endswith("=host")}
+    assert sent
+    assert (small in sent) == is_sent

@@ -278,14 +278,15 @@ def test_parameters_that_more_than_loops_read_stay() -> None:
         casts = jax.tree.map(lambda p: p.astype("bfloat16").astype("float32"), params["layers"])
         first = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w["up"]) @ w["down"], None), x @ params["in"], casts)[0]
         second = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), first, params["other"][1:])[0]
-        return (second**2).mean() + (params["read"][0] @ x.T).mean()
+        third = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), second, params["both"])[0]
+        return (third**2).mean() + (params["read"][0] @ x.T).mean() + (params["both"][0] @ x.T).mean()
 
     def train(state: Any, x: Any) -> Any:
         loss, grads = jax.value_and_grad(loss_with)(state["params"], x)
         params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
         return {"params": params}, loss
 
-    other = {"other": normal(4, WIDTH, WIDTH, seed=5) / 4, "read": normal(4, WIDTH, WIDTH, seed=6) / 4}
+    other = {name: normal(4, WIDTH, WIDTH, seed=5 + i) / 4 for i, name in enumerate(("other", "read", "both"))}
     state = {"params": PARAMS | other}
     planned = autoshard.jit(train, mesh=MESH, strategy="offload:state", donate_argnums=0)
     plan = planned.plan(state, X)
