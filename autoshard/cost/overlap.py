@@ -95,18 +95,18 @@ class Hideable(NamedTuple):
 ALL, NOTHING = Hideable(), Hideable(0.0)
 
 
-def seconds_waited(seconds: Any, kind: OpKind, position: int, mesh: LogicalMesh, share: Hideable = ALL) -> Any:
+def seconds_waited(seconds: Any, kind: OpKind, position: int, mesh: LogicalMesh, part: Hideable = ALL) -> Any:
     """The part of ``seconds``, a number or an array, in which a device waits for the reshard of the operand or result
     at this position.
 
     Args:
-      share: `hideable`.
+      part: `hideable`.
     """
     beside = kind.beside[position] if kind.beside is not None else 0.0
     if not beside:
         return seconds
-    hidden = mesh.hardware.hidden_collectives * share.share * seconds
-    return seconds - np.maximum(np.minimum(hidden, beside - share.outlasts * seconds), 0.0)
+    hidden = mesh.hardware.hidden_collectives * part.share * seconds
+    return seconds - np.maximum(np.minimum(hidden, beside - part.outlasts * seconds), 0.0)
 
 
 class Resharded(NamedTuple):

@@ -211,8 +211,8 @@ class _Revision:
             for i, (u, required) in enumerate(zip(node.operands, run.in_specs, strict=True)):
                 if u == v and required in charged:
                     moved = reshard_seconds(spec, required, value.shape, node.kind.sent_bits[i], self.mesh)
-                    share = hideable(node.kind, i, spec, required, self.mesh)
-                    seconds -= node.trip_count * seconds_waited(moved, node.kind, i, self.mesh, share)
+                    part = hideable(node.kind, i, spec, required, self.mesh)
+                    seconds -= node.trip_count * seconds_waited(moved, node.kind, i, self.mesh, part)
                 elif u == v and required != spec:
                     charged.add(required)
         return seconds

@@ -147,8 +147,8 @@ class NodeCosts:
                 pairs = tables.reshard_pairs(src, dst, shape, bits)
                 if combined:
                     pairs = pairs - tables.combined_savings(src, dst, kind.combined_count).diagonal()
-                share = tables.hideable_pairs(src, dst, kind, p)
-                unary += executions * seconds_waited(pairs, kind, p, self.mesh, share)
+                part = tables.hideable_pairs(src, dst, kind, p)
+                unary += executions * seconds_waited(pairs, kind, p, self.mesh, part)
             else:
                 table = tables.reshard_matrix(src, dst, shape, bits)
                 if combined:
