@@ -34,7 +34,9 @@ from autoshard.backend.rings.operand_gathers import (
 )
 from autoshard.backend.rings.product_rings import gather_ring, room_beside, sum_rings
 from autoshard.backend.rings.ring import GatherRing
-from autoshard.cost.overlap import copied_beside_products, gradients_of, is_kernel
+from autoshard.cost.overlap.host_copies import copied_beside_products
+from autoshard.cost.overlap.products import is_kernel
+from autoshard.cost.overlap.weights_and_gradients import gradients_of
 from autoshard.ir.graph import Graph
 from autoshard.plan.record import PlanRecord
 

@@ -49,7 +49,7 @@ from typing import Any
 
 import jax
 
-from autoshard.cost.overlap import copied_beside_products
+from autoshard.cost.overlap.host_copies import copied_beside_products
 from autoshard.ir.graph import Graph
 from autoshard.machine.collective import ALL_REDUCE, ALL_TO_ALL, Collective
 from autoshard.machine.mesh import LogicalMesh

@@ -30,7 +30,8 @@ from typing import NamedTuple
 from autoshard.cost.fusions import with_memory_traffic
 from autoshard.cost.node_cost import NodeCost, OperandPositions, cheapest_node_cost, node_cost
 from autoshard.cost.node_strategy import node_strategy
-from autoshard.cost.overlap import Resharded, seconds_waited_by, with_hidden_transfers
+from autoshard.cost.overlap.beside_products import with_hidden_transfers
+from autoshard.cost.overlap.node_reshards import Resharded, seconds_waited_by
 from autoshard.cost.reshard import reshard_collectives
 from autoshard.ir.dim_classes import argument_roles
 from autoshard.ir.graph import Graph, Node, OpKind

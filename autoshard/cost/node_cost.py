@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.cost.node_strategy import NodeStrategy, expressible_factors, node_strategy
-from autoshard.cost.overlap import Resharded, seconds_waited_by
+from autoshard.cost.overlap.node_reshards import Resharded, seconds_waited_by
 from autoshard.cost.reshard import combined_saving, reshard_collectives, reshard_seconds, spec_after_reduction
 from autoshard.ir.graph import OpKind
 from autoshard.ir.propagate import factor_axes

@@ -89,7 +89,8 @@ class OpKind:
     """Which way it copies its operand between the memories of device and host (`autoshard.machine.host_link`); empty
     where it does not."""
     copied_beside: float | None = None
-    """Seconds of products beside which XLA copies it so (`autoshard.cost.overlap`); None where it does not."""
+    """Seconds of products beside which XLA copies it so (`autoshard.cost.overlap.host_copies`); None where it does
+    not."""
     factor_bits: int | None = None
     """Bits of an element of its two factors that a product uses, at most; None where it uses all."""
     combined_count: int = 1
@@ -99,7 +100,7 @@ class OpKind:
     (`autoshard.cost.fusions`); None where it is in none."""
     beside: tuple[float, ...] | None = None
     """Of each operand and result: seconds of products beside which XLA can reshard it
-    (`autoshard.cost.overlap`); None where there are none."""
+    (`autoshard.cost.overlap.beside_products`); None where there are none."""
     on_fast_links: frozenset[int] = frozenset()
     """Positions, operands and then results, of which that holds only of what moves over no link of the slowest kind."""
     in_rings: frozenset[int] = frozenset()

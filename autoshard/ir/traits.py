@@ -59,7 +59,7 @@ class Traits:
     constrains: bool = False
     """It states how its operand is to be sharded. Asked by `ir.build_graph` (a pin), `passes.pad_uneven`,
     `transforms.batch_parts` and `backend.lower` (the plan's own takes its place), `pipelining.chain`, and
-    `cost.overlap` (of weights)."""
+    `cost.overlap.weights_and_gradients`."""
     loop: bool = False
     """It runs its body again and again; values are carried from one iteration to the next. Asked by `cost.liveness`."""
     barrier: bool = False
@@ -82,7 +82,7 @@ class Traits:
     casts: bool = False
     """Its result is its operand in another dtype. Asked by `ir.combined_reductions`, `transforms.per_part_sums`,
     `transforms.batch_parts`, `cost.profile_step`, `pipelining.chain`, `passes.attention`, `passes.experts`,
-    `plan.planner`, `transforms.held_values`, `ir.dim_classes` and `cost.overlap`."""
+    `plan.planner`, `transforms.held_values`, `ir.dim_classes` and `cost.overlap.weights_and_gradients`."""
     linear: tuple[tuple[int, ...], ...] = ()
     """Sets of operands in which, all others fixed, it is linear. Asked by `transforms.per_part_sums`,
     `passes.sum_products` and `passes.experts.picks`, which carry sums over parts through it, and by `pipelining`, sums

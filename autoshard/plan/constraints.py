@@ -10,7 +10,9 @@ from dataclasses import replace
 from autoshard.cost.cost import CostModel
 from autoshard.cost.memory import MemoryModel
 from autoshard.cost.node_cost import NodeCost
-from autoshard.cost.overlap import exposed_values, gathered_ahead, gathered_axis, loops_with_gradients
+from autoshard.cost.overlap.exposed_values import exposed_values
+from autoshard.cost.overlap.rings import gathered_axis
+from autoshard.cost.overlap.weights_and_gradients import gathered_ahead, loops_with_gradients
 from autoshard.cost.reshard import reshard_path, spec_after_reduction
 from autoshard.ir.graph import Graph, Node, Value
 from autoshard.ir.program import Program

@@ -34,7 +34,7 @@ import numpy as np
 
 from autoshard.cost.cost import find_moved_outputs, find_per_call_inputs
 from autoshard.cost.node_strategy import compute_seconds, expressible_factors
-from autoshard.cost.overlap import seconds_waited
+from autoshard.cost.overlap.seconds_waited import seconds_waited
 from autoshard.ir.graph import Graph, OpKind
 from autoshard.ir.propagate import Layout
 from autoshard.ir.spec import Axes, Spec

@@ -26,7 +26,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from autoshard.cost.overlap import hideable, seconds_waited
+from autoshard.cost.overlap.node_reshards import hideable
+from autoshard.cost.overlap.seconds_waited import seconds_waited
 from autoshard.cost.reshard import reshard_seconds
 from autoshard.ir.graph import Graph, Value
 from autoshard.ir.propagate import Layout

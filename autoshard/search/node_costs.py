@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.cost.node_strategy import NodeStrategy, compute_seconds, node_strategy
-from autoshard.cost.overlap import seconds_waited
+from autoshard.cost.overlap.seconds_waited import seconds_waited
 from autoshard.ir.graph import OpKind
 from autoshard.ir.spec import REDUCTION_KINDS, Axes
 from autoshard.search.problem import Array

@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.cost.overlap import ALL, Hideable, gathered_dims, ring_reshards, slow_placement, takes_slow_link
+from autoshard.cost.overlap.node_reshards import slow_placement, takes_slow_link
+from autoshard.cost.overlap.rings import gathered_dims, ring_reshards
+from autoshard.cost.overlap.seconds_waited import ALL, Hideable
 from autoshard.cost.reshard import combined_saving
 from autoshard.cost.reshard_moves import replace_dim
 from autoshard.cost.reshard_tables import reshard_seconds_pairwise, reshard_seconds_table

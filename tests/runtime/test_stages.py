@@ -10,7 +10,7 @@ import pytest
 import autoshard
 from autoshard import MeshConfig
 from autoshard.api import DEFAULT_PASSES
-from autoshard.cost import overlap
+from autoshard.cost.overlap import beside_products
 from autoshard.errors import MemoryBudgetError
 from autoshard.ir.program import Program
 from autoshard.runtime import stages
@@ -22,7 +22,7 @@ from benchmarks.zoo import decoder
 
 def test_a_layout_leaves_room_for_a_faster_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest layout of a stage may hold so much that only a slow schedule fits; here one that knows no rings."""
-    monkeypatch.setattr(overlap, "has_rings", lambda kind, mesh: False)
+    monkeypatch.setattr(beside_products, "has_rings", lambda kind, mesh: False)
     program = decoder(32, 2048, **GPT_7B)
     mesh = MeshConfig(axes={"slice": 4, "data": 4, "model": 4}, tpu="v5e:4x4", slices=4, pipeline="slice")
     passes = ("accumulate:data", *DEFAULT_PASSES)

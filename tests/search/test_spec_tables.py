@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autoshard.cost.overlap import ALL, hideable
+from autoshard.cost.overlap.node_reshards import hideable
+from autoshard.cost.overlap.seconds_waited import ALL
 from autoshard.cost.reshard import reshard_seconds
 from autoshard.ir.spec import Spec
 from autoshard.machine.hardware import load_hardware

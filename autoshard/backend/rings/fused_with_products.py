@@ -10,7 +10,7 @@ import functools
 from collections.abc import Sequence
 
 from autoshard.cost.liveness import Liveness, is_fusible
-from autoshard.cost.overlap import weights
+from autoshard.cost.overlap.weights_and_gradients import weights
 from autoshard.ir.graph import Graph, OpKind
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.plan.decisions import Island

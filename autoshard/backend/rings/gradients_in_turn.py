@@ -30,7 +30,7 @@ from autoshard.backend.rings.product_rings import (
     shard_shape,
 )
 from autoshard.backend.rings.ring import Ring, put_part, when_done
-from autoshard.cost.overlap import MIN_PRODUCT
+from autoshard.cost.overlap.rings import MIN_PRODUCT
 from autoshard.ir.graph import OpKind
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.plan.decisions import Island

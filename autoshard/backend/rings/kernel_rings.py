@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 from autoshard.backend.on_shards import reduce_in_rings, reduce_partials
 from autoshard.backend.rings import ring as one_ring
 from autoshard.backend.rings.ring import device_before, first_ring, put_part, sent_on, when_done
-from autoshard.cost.overlap import gathered_axis, is_kernel, read_after, weights
+from autoshard.cost.overlap.products import is_kernel, read_after
+from autoshard.cost.overlap.rings import gathered_axis
+from autoshard.cost.overlap.weights_and_gradients import weights
 from autoshard.ir.graph import Graph
 from autoshard.ir.rule import halo_axes
 from autoshard.ir.spec import Spec

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from autoshard import jaxpr as jx
 from autoshard.backend.rings.ring import GatherRing, when_done
-from autoshard.cost.overlap import exposed_values
+from autoshard.cost.overlap.exposed_values import exposed_values
 from autoshard.ir.graph import Graph
 from autoshard.ir.spec import Spec
 from autoshard.plan.record import PlanRecord

@@ -10,7 +10,8 @@ from dataclasses import replace
 from autoshard.backend.rings.fused_with_products import FusedWithProducts
 from autoshard.backend.rings.operand_gathers import Change
 from autoshard.backend.rings.ring import GatherRing, Ring, first_ring
-from autoshard.cost.overlap import MAX_PARTS, MIN_PRODUCT, gathered_axis, is_of_xla
+from autoshard.cost.overlap.products import is_of_xla
+from autoshard.cost.overlap.rings import MAX_PARTS, MIN_PRODUCT, gathered_axis
 from autoshard.ir.graph import Graph, OpKind
 from autoshard.ir.spec import Spec
 from autoshard.machine.collective import (

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autoshard.cost.overlap import MAX_PARTS
+from autoshard.cost.overlap.rings import MAX_PARTS
 from autoshard.ir.spec import Spec
 
 MIN_SUM = 1 << 16
