@@ -15,6 +15,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 
 from autoshard import jaxpr as jx
+from autoshard.backend.fetches_in_turn import fetched_in_turn, least_padded
 from autoshard.backend.gathers.early_gathers import gather_early
 from autoshard.backend.gathers.reversed_kernels import place_before_reversal
 from autoshard.backend.host_copies import beside_products, in_one_layout, stacks_beside_copies
@@ -84,7 +85,20 @@ def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
         room_beside(plan),
     )
     lowered = gather_early(lowering.jaxpr(graph.program.jaxpr, outputs), {*lowering.early.values()})
+    if plan.mesh.platform == "tpu":
+        return fetched_in_turn(lowered, _layouts_on_host(lowered, plan, mesh))
     return place_before_reversal(lowered) if plan.mesh.platform == "gpu" else lowered
+
+
+def _layouts_on_host(jaxpr: jx.Jaxpr, plan: PlanRecord, mesh: Mesh) -> dict[jx.Var, tuple[int, ...]]:
+    """The arguments that the plan keeps in the host's memory unasked, with the order of their dimensions there."""
+    found = dict[jx.Var, tuple[int, ...]]()
+    for v, place in zip(jaxpr.invars, plan.inputs, strict=True):
+        if place.offloaded:
+            shape = NamedSharding(mesh, place.spec.partition_spec()).shard_shape(jx.aval(v).shape)
+            if (order := least_padded(shape, plan.mesh.hardware.tile)) is not None:
+                found[v] = order
+    return found
 
 
 class _Lowering:
