@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+from autoshard.machine.mesh_config import MeshConfig
 from autoshard.passes import Recompute
 from autoshard.transforms.held_values.names import residual_groups
 from autoshard.transforms.pipeline import Pipeline
@@ -99,6 +102,15 @@ def test_scans_that_cannot_be_cut_are_held_whole():
     printing = several_scans(layers=(4, 6), effect=lambda h: jax.debug.print("{}", h[0, 0]))
     promised, again, seconds = held_short_of(printing, 2)
     assert sum(again.values()) == promised == seconds == 4
+
+
+def test_on_gpus_all_layers_of_a_scan_make_a_value_again_or_none():
+    """Short of two layers' values the first scan makes its four again; elsewhere it is cut."""
+    before = several_scans(layers=(4, 6))
+    cluster = MeshConfig(axes={"x": 8}, gpu="h100").mesh()
+    on_gpus = replace(before, mesh=replace(before.mesh, target=cluster.target))
+    found = [sorted(held_short_of(program, 2)[1].values()) for program in (before, on_gpus)]
+    assert found == [[2], [4]]
 
 
 @pytest.mark.parametrize("now", [0, 3, 4, 6, 8])
