@@ -5,9 +5,6 @@ the classes: another all-reduce where these are sharded, and a pass over all cla
 scattered into zeros is that of the updates in bounds; the sum of a label compared to all positions is whether the label
 is in range. Negation, casts, and products or quotients with what is constant along the row keep that form.
 
-On chips whose compiler stores the zeros that elements are scattered into (`Hardware.stored_zeros`), rows of one element
-are selected instead: the element where the position is its own, else zero.
-
 Results are those of the sum, NaN and infinities included, up to rounding where an index repeats in a row, and up to the
 sign of zeros.
 """
@@ -37,19 +34,14 @@ class OneHot(Pass):
     name: ClassVar[str] = "one_hot"
 
     def __call__(self, program: Program) -> Program:
-        after = _rewritten(program.jaxpr, selects=program.mesh.hardware.stored_zeros)
+        after = _rewritten(program.jaxpr)
         return program if after is program.jaxpr else program.with_jaxpr(jx.eliminate_dead_code(after))
 
     def change(self, before: Program, after: Program) -> str:
         if before is after:
             return "no sum of one-hot rows"
-        ops = {"reduce_sum": _prims.reduce_sum_p, "scatter-add": _prims.scatter_add_p}
-        counts = {
-            name: [sum(e.primitive is op for e in jx.walk(p.jaxpr)) for p in (before, after)]
-            for name, op in ops.items()
-        }
-        fewer = ", ".join(f"{name}: {a} -> {b}" for name, (a, b) in counts.items() if a != b)
-        return f"sums of one-hot rows replaced by the picked elements, scattered rows by selected ones ({fewer})"
+        sums = [sum(e.primitive is _prims.reduce_sum_p for e in jx.walk(p.jaxpr)) for p in (before, after)]
+        return f"sums of one-hot rows replaced by the picked elements (reduce_sum: {sums[0]} -> {sums[1]})"
 
 
 @dataclass(frozen=True)
@@ -61,23 +53,17 @@ class OneHotRows:
     """The most nonzero elements in a row."""
     operands: tuple[jx.Atom, ...]
     fun: Callable[..., Any]
-    position: Callable[..., Any] | None = None
-    """Of scattered rows of one element, where it is, as ``fun``; ``-1`` or beyond the row where it is nowhere."""
     is_cast_mask: bool = False
     """Whether it is a boolean cast to numbers: XLA turns a product with it into a select, so that 0 * inf is 0."""
 
 
-def _rewritten(jaxpr: jx.Jaxpr, *, selects: bool = False) -> jx.Jaxpr:
-    """``jaxpr`` without sums of one-hot rows, at every depth; the same object where there are none.
-
-    Args:
-      selects: whether rows of one element are selected, and not scattered.
-    """
-    finder = _Finder(selects=selects)
+def _rewritten(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
+    """``jaxpr`` without sums of one-hot rows, at every depth; the same object where there are none."""
+    finder = _Finder()
     eqns: list[jx.JaxprEqn] = []
     changed = False
     for eqn in jaxpr.eqns:
-        new = jx.map_bodies(eqn, lambda body: _rewritten(body, selects=selects))
+        new = jx.map_bodies(eqn, _rewritten)
         eqn, changed = new, changed or new is not eqn
         found = finder.replacement(eqn)
         eqns += [eqn] if found is None else found
@@ -89,8 +75,7 @@ def _rewritten(jaxpr: jx.Jaxpr, *, selects: bool = False) -> jx.Jaxpr:
 class _Finder:
     """Which values of one jaxpr are one-hot rows, found equation by equation."""
 
-    def __init__(self, *, selects: bool = False) -> None:
-        self.selects = selects
+    def __init__(self) -> None:
         self.made: dict[jx.Var, jx.JaxprEqn] = {}
         self.rows: dict[jx.Var, OneHotRows] = {}
         self.handlers = {
@@ -120,10 +105,7 @@ class _Finder:
         return None if isinstance(atom, jx.Literal) else self.rows.get(atom)
 
     def replacement(self, eqn: jx.JaxprEqn) -> list[jx.JaxprEqn] | None:
-        """The equations that replace a sum along one-hot rows, or select what is scattered; None for any other."""
-        scattered = self.scattered(eqn) if self.selects and eqn.primitive is _prims.scatter_add_p else None
-        if scattered is not None and scattered.position is not None:
-            return jx.splice(_selected(scattered, jx.aval(eqn.outvars[0])), eqn, scattered.operands)
+        """The equations that replace a sum along one-hot rows; None for any other equation."""
         rows = self.rows_of(eqn.invars[0]) if eqn.primitive is _prims.reduce_sum_p else None
         if rows is None or rows.dim not in eqn.params["axes"]:
             return None
@@ -226,17 +208,11 @@ class _Finder:
         order = [sorted(batch_at).index(batch_at[batch.index(d)]) for d in range(rank) if d != dim]
 
         def fun(at: Any, added: Any) -> Any:
-            at = _countable(at[..., 0])
-            in_bounds = (at >= 0) & (at < n) if _DROPS_OUT_OF_BOUNDS[mode] else True
+            at = at.astype(jnp.promote_types(at.dtype, np.int32))  # a short type may not reach n
+            in_bounds = (at[..., 0] >= 0) & (at[..., 0] < n) if _DROPS_OUT_OF_BOUNDS[mode] else True
             return lax.transpose(_sum(jnp.where(in_bounds, added, jnp.zeros_like(added)), rest), order)
 
-        def position(at: Any, _: Any) -> Any:
-            at = _countable(at[..., 0])
-            at = at if _DROPS_OUT_OF_BOUNDS[mode] else jnp.clip(at, 0, n - 1)
-            return lax.transpose(_sum(at, rest), order)
-
-        picks = math.prod(shape[d] for d in rest)
-        return OneHotRows(dim, picks, (indices, updates), fun, position if picks == 1 else None)
+        return OneHotRows(dim, math.prod(shape[d] for d in rest), (indices, updates), fun)
 
     def is_zero(self, atom: jx.Atom) -> bool:
         """Whether all of ``atom`` is rows_of to be zero."""
@@ -267,26 +243,8 @@ def _scaled_rows(
     return replace(rows, operands=(other, *rows.operands), fun=fun, is_cast_mask=False)
 
 
-def _selected(rows: OneHotRows, aval: Any) -> Callable[..., Any]:
-    """What makes ``rows`` of their operands by comparing each position with that of the one element."""
-    assert rows.position is not None
-    position = rows.position
-
-    def fun(*operands: Any) -> Any:
-        at, picked = (lax.expand_dims(f(*operands), [rows.dim]) for f in (position, rows.fun))
-        here = lax.broadcasted_iota(at.dtype, aval.shape, rows.dim) == at
-        return jnp.where(here, picked, jnp.zeros_like(picked))
-
-    return fun
-
-
 def _sum(x: Any, dims: Sequence[int]) -> Any:
     return lax.reduce_sum(x, dims) if dims else x
-
-
-def _countable(at: Any) -> Any:
-    """Positions in a type that reaches every one."""
-    return at.astype(jnp.promote_types(at.dtype, np.int32))
 
 
 def _in_range(broadcast: Callable[[Any], Any], n: int) -> Callable[[Any], Any]:

@@ -107,9 +107,6 @@ class HardwareConfig(Config):
     attention_layouts: bool = False
     """Whether rotary positions are computed on whole rows, and attention's kernels read each of repeated heads once
     (`autoshard.passes.rotary`, `autoshard.passes.attention_operands`): left out where it has not been seen to pay."""
-    stored_zeros: bool = False
-    """Whether XLA stores the zeros to which one update a row is added, such as the gradient of picking a class; rows
-    are then selected instead (`autoshard.passes.one_hot`)."""
 
     def hardware(self, name: str) -> Hardware:
         """The table as a `Hardware` record."""
@@ -147,7 +144,6 @@ class HardwareConfig(Config):
             self.hidden_host_copies,
             self.matrix_unit,
             self.attention_layouts,
-            self.stored_zeros,
         )
 
 

@@ -113,8 +113,6 @@ class Hardware:
     """Columns of the matrix unit; 0 where no product is laid out for it."""
     attention_layouts: bool = False
     """Whether rotary positions are computed on whole rows, and attention's kernels read each of repeated heads once."""
-    stored_zeros: bool = False
-    """Whether XLA stores the zeros to which one update a row is added; rows are then selected instead."""
 
     @property
     def hides_beyond_products(self) -> bool:
