@@ -98,3 +98,29 @@ def test_chips_that_would_wait_send_activations_and_gradients_in_rings() -> None
         assert seconds == {product_seconds(LARGE)}
     assert not any(kind.in_rings for kind in products(HIDING, LARGE))
     assert not any(kind.beside for kind in products(HIDING, LARGE, staged=True))
+
+
+@pytest.mark.parametrize("chip", ["cpu", "tpu"])
+def test_nothing_is_left_beside_the_sum_of_a_head_s_gradient_that_is_made_before_the_backward_loop(chip: str) -> None:
+    """For TPUs XLA computes it after the loop; elsewhere the product that makes its operand's gradient is beside it."""
+
+    def step(params: dict[str, Any], head: Any, x: Any) -> Any:
+        def loss(params: dict[str, Any], head: Any) -> Any:
+            def layer(h: Any, w: dict[str, Any]) -> tuple[Any, None]:
+                return jnp.tanh(jnp.tanh(h @ w["up"]) @ w["down"]), None
+
+            h, _ = jax.lax.scan(layer, x, params)
+            return ((h @ head) ** 2).mean()
+
+        return jax.grad(loss, (0, 1))(params, head)
+
+    mesh = on()
+    if chip == "tpu":
+        tpu = MeshConfig(axes={"data": 4}, tpu="v5e:2x2").mesh()
+        mesh = replace(mesh, target=tpu.target)
+    g = with_hidden_transfers(graph(step, (WEIGHTS, (WIDTH, HIDDEN), (1 << 14, WIDTH)), mesh))
+    inside = {i for first, last in g.loops for i in range(first, last + 1)}
+    outside = [n.kind for i, n in enumerate(g.nodes) if n.kind.flops and i not in inside]
+    (gradient,) = (kind for kind in outside if kind.shapes[-1] == (HIDDEN, WIDTH))
+    assert (gradient.beside is None) == (chip == "tpu")
+    assert gradient.beside is None or gradient.beside[2] > 0
