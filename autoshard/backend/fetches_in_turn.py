@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from autoshard import jaxpr as jx
+from autoshard.cost.memory import elements_in_tiles
 
 
 def fetched_in_turn(jaxpr: jx.Jaxpr, arrays: Mapping[jx.Var, tuple[int, ...]]) -> jx.Jaxpr:
@@ -31,6 +32,8 @@ def fetched_in_turn(jaxpr: jx.Jaxpr, arrays: Mapping[jx.Var, tuple[int, ...]]) -
     Args:
       arrays: with the order of their dimensions in the device's memory, from major to minor.
     """
+    if not arrays:
+        return jaxpr
     on_host, eqns, fetches = {**arrays}, list[jx.JaxprEqn](), False
     ready, last = dict[jx.Var, int](), list[jx.Var]()
     for n, eqn in enumerate(jaxpr.eqns):
@@ -56,9 +59,8 @@ def least_padded(shape: Sequence[int], tile: tuple[int, int]) -> tuple[int, ...]
     pad it least; None of three dimensions and more, of which XLA has not been seen to choose so."""
     if len(shape) != 2:
         return (0,) if len(shape) == 1 else None
-    (rows, columns), (a, b) = tile, shape
-    padded = [-(-x // rows) * rows * -(-y // columns) * columns for x, y in ((a, b), (b, a))]
-    return (0, 1) if padded[0] <= padded[1] else (1, 0)
+    a, b = shape
+    return (0, 1) if elements_in_tiles(a, b, tile) <= elements_in_tiles(b, a, tile) else (1, 0)
 
 
 def _fetched(layout: Layout, x: jax.Array, *known: jax.Array) -> jax.Array:

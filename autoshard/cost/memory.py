@@ -347,7 +347,12 @@ def tiled_bytes(shape: list[int], bits: int, tile: tuple[int, int]) -> int:
         stored = -(-elements // (rows * columns)) * rows * columns if elements > columns else columns
     else:
         stored = min(
-            elements // (shape[a] * shape[b]) * (-(-shape[a] // rows) * rows) * (-(-shape[b] // columns) * columns)
+            elements // (shape[a] * shape[b]) * elements_in_tiles(shape[a], shape[b], tile)
             for a, b in itertools.permutations(range(len(shape)), 2)
         )
     return -(-stored * bits // 8)
+
+
+def elements_in_tiles(rows: int, columns: int, tile: tuple[int, int]) -> int:
+    """Elements that a matrix takes in whole tiles of (rows, columns)."""
+    return -(-rows // tile[0]) * tile[0] * -(-columns // tile[1]) * tile[1]
