@@ -1,7 +1,8 @@
 """How long a device waits for its collectives, as the compiler ordered the program.
 
 A collective that something starts and something else waits for runs beside what is between: it is hidden as far as
-that lasts. Collectives on the same kind of link run one after the other. One that is not split so is waited for whole,
+that lasts. What SparseCores run is started before its operands are there, and sends them from the update on that hands
+them over. Collectives on the same kind of link run one after the other. One that is not split so is waited for whole,
 and those that are under way stand still meanwhile.
 """
 
@@ -105,12 +106,13 @@ def waiting_seconds(
         return {chain_of(instruction)}.union(*(parts[name] for name in names)) - {""}
 
     def _run(computation: Computation) -> _Run:
-        clock, last = _Clock(), dict[str, str]()
+        clock, last, waiting = _Clock(), dict[str, str](), defaultdict[str, list[Transfer]](list)
         for instruction in computation.instructions.values():
             last.update((chain, instruction.name) for chain in chains(instruction))
         ends = defaultdict[str, list[str]](list)
         for chain, name in last.items():
             ends[name].append(chain)
+        handed_over = _handed_over(computation)
         for instruction in computation.instructions.values():
             own = transfers.get((computation.name, instruction.name))
             if instruction.opcode == "send":
@@ -118,10 +120,16 @@ def waiting_seconds(
                     clock.start(transfer_name(instruction), own)
             elif instruction.opcode.endswith("-start"):
                 begun = [t for t, _ in below(instruction)] + ([own] if own else [])
+                begins = handed_over.get(instruction.name)
                 for n, transfer in enumerate(begun):
-                    clock.start((instruction.name, n), transfer)
+                    if begins:
+                        waiting[begins].append(transfer)
+                    else:
+                        clock.start((instruction.name, n), transfer)
             elif instruction.opcode.endswith("-update"):
                 clock.rename(instruction.names[0], instruction.name)
+                for n, transfer in enumerate(waiting[instruction.name]):
+                    clock.start((instruction.name, n), transfer)
             elif instruction.opcode.endswith("-done"):
                 for key in _waited_for(instruction, computation, clock):
                     clock.wait(key)
@@ -154,6 +162,13 @@ def waiting_seconds(
                 yield times, name
 
     return run(module.entry).waited
+
+
+def _handed_over(computation: Computation) -> dict[str, str]:
+    """Of each start without operands, the update that has them."""
+    every = computation.instructions
+    updates = [i for i in every.values() if i.opcode.endswith("-update") and i.names[1:]]
+    return {i.names[0]: i.name for i in updates if i.names[0] in every and not every[i.names[0]].names}
 
 
 def _waited_for(done: Instruction, computation: Computation, clock: _Clock) -> list[object]:

@@ -59,6 +59,18 @@ def test_a_start_may_be_waited_for_through_an_update():
     assert waits(lines, {"sent": (5, "ici")}, {"last": 100}, BODY) == 5
 
 
+def test_what_is_started_without_operands_sends_from_the_update_that_has_them():
+    """As SparseCores do: what is between start and update hides nothing."""
+    start, update = "%a = f32[8] call-start(), to_apply=%part", "%u = f32[8] call-update(%a, %f)"
+    product, done = "%f = f32[8] fusion(%p), kind=kLoop, calls=%x", "%d = f32[8] call-done(%u)"
+    takes = {"sent": (5, "ici")}, {"f": 100, "g": 3}, BODY
+    assert waits([start, product, update, done, LAST], *takes) == 5
+    beside = product.replace("%f", "%g")
+    assert waits([start, product, update, beside, done, LAST], *takes) == 2
+    known = "%u = f32[8] call-update(%a)"
+    assert waits([start.replace("()", "(%p)"), product, known, done, LAST], *takes) == 0
+
+
 def test_links_of_one_kind_run_one_after_the_other_and_others_at_the_same_time():
     lines = [started("a"), started("b"), ended("a"), ended("b"), LAST]
     assert waits(lines, {"a": (5, "ici"), "b": (4, "ici")}, {}) == 9
