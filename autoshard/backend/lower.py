@@ -8,7 +8,7 @@ becomes an island: a `jax.shard_map` of that form.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -35,6 +35,7 @@ from autoshard.backend.rings.operand_gathers import (
 )
 from autoshard.backend.rings.product_rings import gather_ring, room_beside, sum_rings
 from autoshard.backend.rings.ring import GatherRing
+from autoshard.backend.scatters_in_turn import GradientScatters, ScattersInTurn
 from autoshard.cost.overlap.host_copies import copied_beside_products
 from autoshard.cost.overlap.products import is_kernel
 from autoshard.cost.overlap.weights_and_gradients import gradients_of
@@ -150,6 +151,9 @@ class _Lowering:
             islands.logical_mesh,
             room,
         )
+        self.gradient_scatters = GradientScatters(
+            self._node, islands.by_node, self._makes_gradient, islands.logical_mesh, room
+        )
         self.gathers = OperandGathers(value_of, gathered, self._node, self._gather_ring)
         self.result_shardings, self.operand_shardings = result_shardings, operand_shardings
         self.tie_shardings, self.traits = tie_shardings, islands.rules.traits
@@ -180,7 +184,12 @@ class _Lowering:
         gradient: jx.Atom | None = None  # what the last ring that sums a gradient has made
         made_at, bundles = places_made(jaxpr), self.gathers.bundles(jaxpr)
         stacks = stacks_beside_copies(jaxpr, self._moves) if self.moved else set[jx.Var]()
-        for bundle in self.gradient_rings.placed(jaxpr, bundles) if in_loop else bundles:
+        for bundle in self._placed(jaxpr, bundles) if in_loop else bundles:
+            if isinstance(bundle, ScattersInTurn):
+                eqns += self._scatters_in_turn(bundle, shared, now, eqns)
+                for eqn in bundle.eqns:
+                    constrain_result(eqn.outvars[0], eqn, self._node(eqn))
+                continue
             if isinstance(bundle, GradientsInTurn):
                 eqns += self._in_turn(bundle, made_at, gradient, shared, now, eqns)
                 gradient = bundle.rings[-1].outvars[0]
@@ -282,6 +291,30 @@ class _Lowering:
             shared[key] = jx.Var(like.invars[operand].aval)
         nodes = [self._node(eqn) or 0 for eqn in bundle.eqns]
         return self.islands.in_one_ring(bundle, nodes, operands, change, shared.get(key) if bundle.shared else None)
+
+    def _placed(
+        self, jaxpr: jx.Jaxpr, bundles: Sequence[Bundle]
+    ) -> Iterator[Bundle | GradientsInTurn | ScattersInTurn]:
+        """The ``bundles`` of the body of a loop, with gradients that are lowered together."""
+        has_scatters = self.islands.logical_mesh.hardware.sparse_core_collectives
+        return (self.gradient_scatters if has_scatters else self.gradient_rings).placed(jaxpr, bundles)
+
+    def _scatters_in_turn(
+        self,
+        together: ScattersInTurn,
+        shared: Mapping[Gathered, jx.Var],
+        now: Mapping[jx.Var, jx.Atom],
+        eqns: list[jx.JaxprEqn],
+    ) -> list[jx.JaxprEqn]:
+        """Gradients of which each is computed when the one before it is."""
+        nodes = [self._node(eqn) or 0 for eqn in together.eqns]
+        return self.islands.together(
+            lambda each: self.gradient_scatters.on_shards(together, each),
+            together.eqns[0].replace(outvars=[eqn.outvars[0] for eqn in together.eqns]),
+            [self._operands(eqn, shared, now, eqns) for eqn in together.eqns],
+            [self.islands.by_node[n][1].in_specs for n in nodes],
+            [self.islands.by_node[n][1].reduced_specs[0] for n in nodes],
+        )
 
     def _in_turn(
         self,

@@ -1,6 +1,7 @@
-"""Batch, group and instance norms and their gradients, with fewer reads of the activations.
+"""Norms and their gradients, with fewer reads of the activations.
 
-A norm sums over more elements than a processor holds, and XLA sums what depends on another sum in a sweep of its own.
+A batch, group or instance norm sums over more elements than a processor holds, and XLA sums what depends on another
+sum in a sweep of its own.
 Three rewrites make sums depend on each other less:
 
 - the gradient of the mean is the sum of a gradient that depends on the gradient of the variance, times values whose sum
@@ -9,6 +10,8 @@ Three rewrites make sums depend on each other less:
   of a strip (`variances`);
 - groups of channels make a shape of their own, and XLA writes what it would compute where it is read, were it not for
   the reshape: elementwise operations run in the shape without groups (`group_shapes`).
+
+And the gradient of a norm over channels is written once where a depthwise convolution reads it (`written_gradients`).
 
 Results are those of the step as it is written up to rounding.
 """
@@ -27,12 +30,13 @@ from autoshard.passes.norms.gradient_sums import independent_sums
 from autoshard.passes.norms.group_shapes import without_groups
 from autoshard.passes.norms.shared_sums import shared_sums
 from autoshard.passes.norms.variances import one_sweep_variances
+from autoshard.passes.norms.written_gradients import written_gradients
 from autoshard.transforms.pipeline import Pass
 
 
 @dataclass(frozen=True)
 class Norms(Pass):
-    """Rewrites norms over more than the minor dimension so that activations are read fewer times."""
+    """Rewrites norms so that activations are read and computed fewer times."""
 
     name: ClassVar[str] = "norms"
 
@@ -67,7 +71,10 @@ def _rewritten(jaxpr: jx.Jaxpr, rules: Rules, notes: list[tuple[str, str]]) -> j
     jaxpr = _noted("gradients of means no longer wait for those of variances", independent_sums(jaxpr), jaxpr, notes)
     jaxpr = _noted("variances computed in the sweep of the mean", one_sweep_variances(jaxpr), jaxpr, notes)
     jaxpr = _noted("sums over groups taken in the shape without groups", without_groups(jaxpr, rules), jaxpr, notes)
-    return _noted("sums of the same products taken once", shared_sums(jaxpr), jaxpr, notes)
+    jaxpr = _noted("sums of the same products taken once", shared_sums(jaxpr), jaxpr, notes)
+    return _noted(
+        "gradients written once before a depthwise convolution", written_gradients(jaxpr, rules), jaxpr, notes
+    )
 
 
 def _noted(

@@ -273,3 +273,47 @@ def test_it_runs_by_default():
     step = autoshard.jit(step_of(batch_norm), mesh={"data": 8})
     (said,) = [p for p in step.plan(X, SCALE).passes if p.name == "norms"]
     assert "1 variances computed in the sweep of the mean" in str(said)
+
+
+def depthwise_step(norm, groups):
+    """A loss of a convolution in groups and a norm of what it makes, and its gradients."""
+
+    def step(x, kernel, scale):
+        def loss(x, kernel, scale):
+            y = jax.lax.conv_general_dilated(
+                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
+            )
+            return jnp.sin(norm(y, scale)).sum()
+
+        return jax.grad(loss, (0, 1, 2))(x, kernel, scale)
+
+    return step
+
+
+def layer_norm(x, scale):
+    away = x - x.mean(-1, keepdims=True)
+    return away * jax.lax.rsqrt((away * away).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def kernel(groups: int) -> np.ndarray:
+    return RNG.normal(size=(3, 3, WIDTH // groups, WIDTH)).astype("float32")
+
+
+def test_the_gradient_of_a_layer_norm_is_written_once_for_both_gradients_of_a_depthwise_convolution():
+    args = X, kernel(WIDTH), SCALE
+    before, after = rewritten(depthwise_step(layer_norm, WIDTH), *args)
+    (barrier,) = [e for e in after.jaxpr.eqns if e.primitive.name == "optimization_barrier"]
+    readers = [e for e in after.jaxpr.eqns if barrier.outvars[0] in e.invars]
+    assert [e.primitive for e in readers] == [_prims.conv_general_dilated_p] * 2
+    assert "1 gradients written once before a depthwise convolution" in Norms().change(before, after)
+    for was, now in zip(results(before, *args), results(after, *args), strict=True):
+        np.testing.assert_array_equal(now, was)
+
+
+@pytest.mark.parametrize(
+    ("norm", "groups"), [(layer_norm, 1), (layer_norm, 4), (batch_norm, WIDTH), (lambda x, scale: x * scale, WIDTH)]
+)
+def test_other_gradients_before_convolutions_are_computed_where_they_are_read(norm, groups):
+    """XLA computes those as fast within the convolution: of other groups, of norms over the batch, of no norm."""
+    _, after = rewritten(depthwise_step(norm, groups), X, kernel(groups), SCALE)
+    assert not [e for e in after.jaxpr.eqns if e.primitive.name == "optimization_barrier"]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -131,19 +131,7 @@ class GradientRings:
     def placed(self, jaxpr: jx.Jaxpr, bundles: Sequence[Bundle]) -> Iterator[Bundle | GradientsInTurn]:
         """The ``bundles`` of the body of a loop; what is lowered together comes after all that does not depend on
         it."""
-        together = self.in_turn(jaxpr, bundles)
-        if together is None:
-            yield from bundles
-            return
-        made, after = {v for eqn in together.waiting for v in eqn.outvars}, list[Bundle]()
-        for bundle in bundles:
-            if not made.isdisjoint(a for eqn in bundle.eqns for a in eqn.invars if isinstance(a, jx.Var)):
-                made.update(v for eqn in bundle.eqns for v in eqn.outvars)
-                after.append(bundle)
-            elif made.isdisjoint(bundle.eqns[0].outvars):
-                yield bundle
-        yield together
-        yield from after
+        return placed_last(bundles, self.in_turn(jaxpr, bundles))
 
     def on_shards(self, together: GradientsInTurn, operands: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
         """The gradients, of the shards of the operands of each."""
@@ -171,6 +159,28 @@ class GradientRings:
             for of, (_, island, _) in zip(parts, each, strict=False)
         ]
         return (*whole, *found)
+
+
+class _Together(Protocol):
+    @property
+    def waiting(self) -> tuple[jx.JaxprEqn, ...]: ...
+
+
+def placed_last[T: _Together](bundles: Sequence[Bundle], together: T | None) -> Iterator[Bundle | T]:
+    """``bundles`` of the body of a loop, of which what is lowered ``together`` comes after all that does not depend on
+    it."""
+    if together is None:
+        yield from bundles
+        return
+    made, after = {v for eqn in together.waiting for v in eqn.outvars}, list[Bundle]()
+    for bundle in bundles:
+        if not made.isdisjoint(a for eqn in bundle.eqns for a in eqn.invars if isinstance(a, jx.Var)):
+            made.update(v for eqn in bundle.eqns for v in eqn.outvars)
+            after.append(bundle)
+        elif made.isdisjoint(bundle.eqns[0].outvars):
+            yield bundle
+    yield together
+    yield from after
 
 
 @dataclass(frozen=True)
