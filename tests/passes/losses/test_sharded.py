@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.backend.hlo.collectives import collectives
+from autoshard.machine.collective import ALL_REDUCE, REDUCE_SCATTER
 from autoshard.machine.hardware import load_hardware
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.passes import Losses
@@ -75,6 +77,37 @@ def test_the_numbers_are_those_of_one_device(sizes: tuple[int, int], strategy: s
     if strategy in ("dp", "fsdp"):
         moved = [c for c in collectives(compiled.as_text() or "", plan.mesh) if c.count > 1]
         assert all(c.bytes < WIDTH * CLASSES for c in moved), moved
+
+
+def test_of_split_classes_a_chunk_reduces_a_maximum_and_two_sums_of_each_token() -> None:
+    """In two all-reduces: the sum of exponentials and the label's logit go together. What is else sent in the loop is
+    the gradient of the hidden states."""
+    rows, classes, chunks = 8, 65536, 4
+
+    def step(head: Any, hidden: Any, labels: Any) -> Any:
+        def loss(head: Any, hidden: Any) -> Any:
+            return optax.softmax_cross_entropy_with_integer_labels(hidden @ head, labels).mean()
+
+        return jax.value_and_grad(loss, (0, 1))(head, hidden)
+
+    split, tokens = P(None, "model"), P("data")
+    run = autoshard.jit(
+        step,
+        mesh=mesh_of((2, 4)),
+        in_shardings=(split, tokens, tokens),
+        out_shardings=(None, (split, tokens)),
+        passes=(Losses("data", chunks), *PASSES),
+    )
+    shapes = ((SEQ, classes), jnp.float32), ((rows, SEQ, SEQ), jnp.float32), ((rows, SEQ), jnp.int32)
+    args = [jax.ShapeDtypeStruct(*of) for of in shapes]
+    compiled = run.lower(*args).compile().as_text() or ""
+    found = [c for c in collectives(compiled, run.plan(*args).mesh) if c.count == chunks]
+    of_token = 4 * rows * SEQ // chunks
+    assert [(c.bytes, c.axes) for c in found if c.kind == ALL_REDUCE] == [
+        (of_token, ("model",)),
+        (2 * of_token, ("model",)),
+    ]
+    assert [c.kind for c in found if c.kind != ALL_REDUCE] == [REDUCE_SCATTER]
 
 
 def test_where_logits_do_not_fit_the_planner_chooses_chunks_before_recomputing() -> None:
