@@ -25,6 +25,7 @@ from jax.extend.core import primitives as _prims
 
 from autoshard import jaxpr as jx
 from autoshard.ir.program import Program
+from autoshard.transforms.attention_layouts import lays_out_attention
 from autoshard.transforms.pipeline import Pass
 from autoshard.transforms.swapped_halves import BY_PRODUCT, swapped_halves_p
 
@@ -53,8 +54,7 @@ class Rotary(Pass):
 
 def _lanes(program: Program) -> int:
     """Of a tile, where rotations are to be computed on whole rows; else 0: no half is narrower."""
-    hardware = program.mesh.hardware
-    return hardware.tile[1] if hardware.attention_layouts else 0
+    return program.mesh.hardware.tile[1] if lays_out_attention(program) else 0
 
 
 def _rewritten(jaxpr: jx.Jaxpr, lanes: int) -> jx.Jaxpr:

@@ -113,6 +113,8 @@ class Hardware:
     """Columns of the matrix unit; 0 where no product is laid out for it."""
     attention_layouts: bool = False
     """Whether rotary positions are computed on whole rows, and attention's kernels read each of repeated heads once."""
+    layouts_delay_host_copies: bool = False
+    """Whether loops with ``attention_layouts`` wait for what XLA then fetches from the host's memory too late."""
 
     @property
     def hides_beyond_products(self) -> bool:

@@ -15,6 +15,7 @@ from autoshard import jaxpr as jx
 from autoshard.ir.program import Program
 from autoshard.passes.attention_operands.repeated_heads import RepeatedHeads
 from autoshard.passes.attention_operands.weights_by_head import product_of_cotangent
+from autoshard.transforms.attention_layouts import lays_out_attention
 from autoshard.transforms.pipeline import Pass
 
 
@@ -44,10 +45,9 @@ def _rewritten(program: Program, found: list[str]) -> jx.Jaxpr:
     Args:
       found: `_ONCE` or `_BY_HEAD` is added for each that is changed.
     """
-    hardware = program.mesh.hardware
-    if not hardware.attention_layouts:
+    if not lays_out_attention(program):
         return program.jaxpr
-    repeated, unit = RepeatedHeads(program.jaxpr), hardware.matrix_unit
+    repeated, unit = RepeatedHeads(program.jaxpr), program.mesh.hardware.matrix_unit
 
     def rewritten(jaxpr: jx.Jaxpr) -> jx.Jaxpr:
         made = {v: e for e in jaxpr.eqns for v in e.outvars}
