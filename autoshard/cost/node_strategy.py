@@ -240,19 +240,21 @@ def _strategy_compute_seconds(
 def _halo_copy_seconds(
     kind: OpKind, in_specs: Sequence[Spec], assignment: Mapping[str, Axes], mesh: LogicalMesh
 ) -> float:
-    """Seconds to put operands and their halos together on one device: what is sent is cut out, and the whole operand,
-    which else may be fused, is written and read once more."""
-    hardware, seconds = mesh.hardware, 0.0
-    for operand in {halo.operand for halo in kind.rule.halos}:
-        sent = 0
-        for halo in kind.rule.halos:
-            if halo.operand == operand and (axes := assignment.get(kind.rule.halo_factor(halo), ())):
-                parts = mesh.axes_size(axes)
-                sent += sum(len(rows_per_hop(n, halo.window.input_size // parts)) for n in halo.window.halo_rows(parts))
+    """Seconds to put operands and their halos together on one device, one dimension after the other: what is sent is
+    cut out, and the whole operand, which else may be fused, is written and read once more."""
+    hardware, seconds, grown = mesh.hardware, 0.0, dict[int, float]()
+    for halo in kind.rule.halos:
+        axes, operand = assignment.get(kind.rule.halo_factor(halo), ()), halo.operand
+        if not axes:
+            continue
+        parts = mesh.axes_size(axes)
+        own, sides = halo.window.input_size // parts, halo.window.halo_rows(parts)
+        sent = sum(len(rows_per_hop(rows, own)) for rows in sides)
         if sent:
             bits = kind.sent_bits[operand] / kind.bits[operand]
-            local = kind.bytes[operand] / in_specs[operand].num_shards(mesh.shape)
+            local = grown.get(operand, kind.bytes[operand] / in_specs[operand].num_shards(mesh.shape))
             seconds += 2 * local * bits / hardware.memory_rate + sent * hardware.overhead
+            grown[operand] = local * (own + sum(sides)) / own
     return seconds
 
 

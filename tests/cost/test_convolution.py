@@ -161,6 +161,18 @@ def test_halos_cost_a_copy_of_the_operand_beside_what_is_sent():
     assert found.seconds(on) - found.compute_seconds == pytest.approx(2 * sent)
 
 
+def test_each_dimension_with_halos_costs_a_copy_of_what_the_one_before_has_made():
+    on = mesh(data=2, model=2)
+    kind = conv_kind(on)
+    first, second = (kind.rule.halo_factor(halo) for halo in kind.rule.halos)
+    found = node_strategy(kind, {first: ("data",), second: ("model",)}, on).compute_seconds
+    batch = kind.rule.results[0][0][0]
+    bare = node_strategy(kind, {batch: ("data", "model")}, on).compute_seconds
+    local = 4 * 64 * 8 * 8 * 64  # eight rows, and ten with those of both neighbours
+    copies = 2 * local * (1 + 10 / 8) / CHIP.bandwidth + 4 * CHIP.overhead
+    assert found - bare == pytest.approx(copies)
+
+
 def test_windows_that_need_no_neighbour_copy_nothing():
     on = mesh(data=4)
     g = graph(
