@@ -97,7 +97,7 @@ def test_sparse_cores_gather_and_scatter_beside_what_is_computed(topology):
     executable = step.lower(state, batch).compile()
     assert {c.kind for c in collectives(executable.as_text(), plan.mesh)} >= {"all-gather", "reduce-scatter"}
     found = estimate(executable, plan.mesh)
-    assert found.scheduled < found.overlapped + 0.25 * found.transfers  # 1 without them
+    assert found.blocking < 0.5 * found.transfers  # all of them where the TensorCore runs them
     assert audit(executable, plan).clean
 
 
