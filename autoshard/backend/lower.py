@@ -35,7 +35,7 @@ from autoshard.backend.rings.operand_gathers import (
 )
 from autoshard.backend.rings.product_rings import gather_ring, room_beside, sum_rings
 from autoshard.backend.rings.ring import GatherRing
-from autoshard.backend.scatters_in_turn import GradientScatters, ScattersInTurn
+from autoshard.backend.rings.scatters_in_turn import GradientScatters, ScattersInTurn
 from autoshard.cost.overlap.host_copies import copied_beside_products
 from autoshard.cost.overlap.products import is_kernel
 from autoshard.cost.overlap.weights_and_gradients import gradients_of
