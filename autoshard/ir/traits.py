@@ -82,7 +82,8 @@ class Traits:
     casts: bool = False
     """Its result is its operand in another dtype. Asked by `ir.combined_reductions`, `transforms.per_part_sums`,
     `transforms.batch_parts`, `cost.profile_step`, `pipelining.chain`, `passes.attention`, `passes.experts`,
-    `plan.planner`, `transforms.held_values`, `ir.dim_classes` and `cost.overlap.weights_and_gradients`."""
+    `passes.norms`, `plan.planner`, `transforms.held_values`, `ir.dim_classes` and
+    `cost.overlap.weights_and_gradients`."""
     linear: tuple[tuple[int, ...], ...] = ()
     """Sets of operands in which, all others fixed, it is linear. Asked by `transforms.per_part_sums`,
     `passes.sum_products` and `passes.experts.picks`, which carry sums over parts through it, and by `pipelining`, sums
