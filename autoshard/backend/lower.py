@@ -7,8 +7,9 @@ becomes an island: a `jax.shard_map` of that form.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -186,7 +187,9 @@ class _Lowering:
         stacks = stacks_beside_copies(jaxpr, self._moves) if self.moved else set[jx.Var]()
         for bundle in self._placed(jaxpr, bundles) if in_loop else bundles:
             if isinstance(bundle, ScattersInTurn):
-                eqns += self._scatters_in_turn(bundle, shared, now, eqns)
+                operands = [self._operands(eqn, shared, now, eqns) for eqn in bundle.eqns]
+                in_turn = functools.partial(self.gradient_scatters.on_shards, bundle)
+                eqns += self._together(in_turn, bundle.eqns[0], bundle.eqns, operands)
                 for eqn in bundle.eqns:
                     constrain_result(eqn.outvars[0], eqn, self._node(eqn))
                 continue
@@ -299,21 +302,21 @@ class _Lowering:
         has_scatters = self.islands.logical_mesh.hardware.sparse_core_collectives
         return (self.gradient_scatters if has_scatters else self.gradient_rings).placed(jaxpr, bundles)
 
-    def _scatters_in_turn(
+    def _together(
         self,
-        together: ScattersInTurn,
-        shared: Mapping[Gathered, jx.Var],
-        now: Mapping[jx.Var, jx.Atom],
-        eqns: list[jx.JaxprEqn],
+        on_shards: Callable[[Sequence[Sequence[Any]]], tuple[Any, ...]],
+        like: jx.JaxprEqn,
+        products: Sequence[jx.JaxprEqn],
+        operands: Sequence[Sequence[jx.Atom]],
     ) -> list[jx.JaxprEqn]:
-        """Gradients of which each is computed when the one before it is."""
-        nodes = [self._node(eqn) or 0 for eqn in together.eqns]
+        """Gradients that are lowered together, of their operands on shards, with the source of ``like``."""
+        found = [self.islands.by_node[self._node(eqn) or 0][1] for eqn in products]
         return self.islands.together(
-            lambda each: self.gradient_scatters.on_shards(together, each),
-            together.eqns[0].replace(outvars=[eqn.outvars[0] for eqn in together.eqns]),
-            [self._operands(eqn, shared, now, eqns) for eqn in together.eqns],
-            [self.islands.by_node[n][1].in_specs for n in nodes],
-            [self.islands.by_node[n][1].reduced_specs[0] for n in nodes],
+            on_shards,
+            like.replace(outvars=[eqn.outvars[0] for eqn in products]),
+            operands,
+            [island.in_specs for island in found],
+            [island.reduced_specs[0] for island in found],
         )
 
     def _in_turn(
@@ -335,14 +338,8 @@ class _Lowering:
             eqns += begun_after(ready, eqn, [(invars, made_last(eqn, made_at))])
             eqns += self.islands.alone(eqn, invars, self._node(eqn) or 0)
             eqns += begun_after(eqn.outvars[0], first, [waiting])
-        nodes = [self._node(eqn) or 0 for eqn in together.eqns]
-        return self.islands.together(
-            lambda each: self.gradient_rings.on_shards(together, each),
-            together.rings[0].replace(outvars=[eqn.outvars[0] for eqn in together.eqns]),
-            operands,
-            [self.islands.by_node[n][1].in_specs for n in nodes],
-            [self.islands.by_node[n][1].reduced_specs[0] for n in nodes],
-        )
+        on_shards = functools.partial(self.gradient_rings.on_shards, together)
+        return self._together(on_shards, first, together.eqns, operands)
 
     def _equation(self, eqn: jx.JaxprEqn, invars: list[jx.Var | jx.Literal]) -> list[jx.JaxprEqn]:
         """``eqn`` itself, in row-major layout where XLA for CPU would refuse another one."""

@@ -18,6 +18,7 @@ from autoshard.backend.lower import _Lowering
 from autoshard.backend.rings import gradients_in_turn, product_rings
 from autoshard.backend.rings import ring as one_ring
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
+from tests.scanned_layers import gradients_through, noted
 
 LAYERS, ROWS, WIDTH, HIDDEN = 3, 1024, 16, 48
 COLUMNS = P(None, None, "model")
@@ -42,20 +43,6 @@ def mesh(bandwidth: float, data: int, memory: float) -> LogicalMesh:
     return LogicalMesh(("data", "model"), (data, 8 // data), hardware)
 
 
-@jax.custom_vjp
-def noted(x: Any) -> Any:
-    """Itself; its cotangent is seen on the host."""
-    return x
-
-
-def _note(_: None, cotangent: Any) -> tuple[Any]:
-    jax.debug.callback(lambda x: None, cotangent[0, 0])
-    return (cotangent,)
-
-
-noted.defvjp(lambda x: (x, None), _note)
-
-
 def gradients(
     ws: Any, x: Any, *, scan: bool, effects: bool = False, kept: Callable[[Any, P], Any] = lambda x, spec: x
 ) -> Any:
@@ -67,16 +54,7 @@ def gradients(
         made = jnp.tanh(kept(h, P("data")) @ w["up"]) @ w["down"]
         return h + made, None
 
-    def loss(ws: Any) -> Any:
-        h = x
-        if scan:
-            h, _ = jax.lax.scan(layer, h, ws)
-        else:
-            for n in range(LAYERS):
-                h, _ = layer(h, jax.tree.map(lambda w, n=n: w[n], ws))
-        return (h**2).mean()
-
-    return jax.grad(loss)(ws)
+    return gradients_through(layer, ws, x, scan=scan)
 
 
 def arguments() -> Any:

@@ -16,6 +16,7 @@ from autoshard import jaxpr as jx
 from autoshard.backend.audit import audit
 from autoshard.backend.lower import constrain
 from autoshard.machine.mesh import Hardware, Link, LogicalMesh
+from tests.scanned_layers import gradients_through, noted
 
 LAYERS, ROWS, WIDTH = 3, 4096, 16
 WIDTHS = {"narrow": 16, "wide": 96, "middle": 48}
@@ -38,20 +39,6 @@ def mesh(*, sparse_cores: bool = True, memory: float = 8e9) -> LogicalMesh:
     return LogicalMesh(("data",), (8,), hardware)
 
 
-@jax.custom_vjp
-def noted(x: Any) -> Any:
-    """Itself; its cotangent is seen on the host."""
-    return x
-
-
-def _note(_: None, cotangent: Any) -> tuple[Any]:
-    jax.debug.callback(lambda x: None, cotangent[0, 0])
-    return (cotangent,)
-
-
-noted.defvjp(lambda x: (x, None), _note)
-
-
 def gradients(ws: Any, x: Any, *, scan: bool = True, effects: bool = False) -> Any:
     def layer(h: Any, w: Any) -> tuple[Any, None]:
         h = noted(h) if effects else h
@@ -59,16 +46,7 @@ def gradients(ws: Any, x: Any, *, scan: bool = True, effects: bool = False) -> A
             h = h + jnp.tanh(h @ w[name]) @ w[f"{name}_out"]
         return h, None
 
-    def loss(ws: Any) -> Any:
-        h = x
-        if scan:
-            h, _ = jax.lax.scan(layer, h, ws)
-        else:
-            for n in range(LAYERS):
-                h, _ = layer(h, jax.tree.map(lambda w, n=n: w[n], ws))
-        return (h**2).mean()
-
-    return jax.grad(loss)(ws)
+    return gradients_through(layer, ws, x, scan=scan)
 
 
 def arguments() -> Any:
