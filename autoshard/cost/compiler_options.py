@@ -11,8 +11,8 @@ share of the memory, and it takes what is near: products of the layers. A plan h
 so that it fits: it raises that share.
 
 *Scheduling in all of the memory.* XLA starts collectives early as far as the arrays that then live longer fit into a
-share of the memory; where they do not, it starts none early, and each is waited for. Where the memory is nearly full
-the plan raises that share too. XLA counts what is in the host's memory as the device's there: the plan adds its share.
+share of the memory; past that it starts no more early, and each is waited for. Where its count may come to that, the
+plan raises this share too. XLA counts what is in the host's memory as the device's there: the plan adds its share.
 
 *Collectives on SparseCores.* Where a chip has them, they can gather and scatter while the TensorCore computes. By
 default XLA has the TensorCore do it, which computes nothing meanwhile.
@@ -110,6 +110,9 @@ PEAK_MARGIN = 1.16
 """Largest measured ratio of reported to predicted peak memory of a program with fused all-gathers, 1.15; and where more
 than its inverse of the memory is predicted to be used, XLA may come to recompute: of a decoder of 70B on v5e:16x16,
 planned into 0.866 of it, a product of each layer, 2 % of the step."""
+SCHEDULED_MORE = 1.3
+"""What XLA takes of a step while it schedules it, at most, by the predicted peak: decoders whose layers are unrolled
+take so much compiled, as rings keep what they read."""
 HARMLESS = frozenset(
     {
         "memory_fitting_level",
@@ -208,11 +211,13 @@ def effective_options(
       host: bytes in the host's memory, for each device.
     """
     mesh = graph.program.mesh
-    tight = mesh.platform == "tpu" and peak * PEAK_MARGIN > mesh.hardware.memory
+    on_tpu, memory = mesh.platform == "tpu", mesh.hardware.memory
     waits_on_host = host if copied_beside_products(graph) else 0.0
-    sparse_cores = mesh.platform == "tpu" and mesh.size > 1 and mesh.hardware.sparse_core_collectives
-    own = (NO_ALL_GATHER_FUSION if disable_fusion else {}) | (LATE_REMATERIALIZATION if tight else {})
-    own |= {SCHEDULER_LIMIT: _scheduler_limit(waits_on_host, mesh)} if tight or waits_on_host else {}
+    sparse_cores = on_tpu and mesh.size > 1 and mesh.hardware.sparse_core_collectives
+    own = dict[str, Any](NO_ALL_GATHER_FUSION if disable_fusion else {})
+    own |= LATE_REMATERIALIZATION if on_tpu and peak * PEAK_MARGIN > memory else {}
+    fills = on_tpu and peak * SCHEDULED_MORE > memory
+    own |= {SCHEDULER_LIMIT: _scheduler_limit(waits_on_host, mesh)} if fills or waits_on_host else {}
     own |= SPARSE_CORE_COLLECTIVES if sparse_cores else {}
     own |= _scoped_vmem(mesh)
     if _exchanges_rows(graph):

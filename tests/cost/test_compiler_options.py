@@ -86,6 +86,7 @@ FILLING = 14 * 2**30 // 4 * 16
             FILLING,
             LATE_REMATERIALIZATION | {SCHEDULER_LIMIT: MORE_MEMORY} | VMEM,
         ),
+        (MeshConfig(axes={"data": 16}, tpu="v5e:4x4"), FILLING * 13 // 14, {SCHEDULER_LIMIT: MORE_MEMORY} | VMEM),
         (MeshConfig(axes={"data": 16}, tpu="v5e:4x4"), FILLING // 2, VMEM),
         (MeshConfig(axes={"data": 8}, hardware="tpu-v5e"), FILLING // 2, {}),
     ],

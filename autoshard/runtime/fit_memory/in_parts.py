@@ -153,8 +153,8 @@ class _Parts:
     def fewest_saving(self, among: Sequence[Pass]) -> Sequence[Pass]:
         """The fewest parts in which a plan fits with the passes that save most memory, if one does in any."""
         n = bisect.bisect_left(among, True, key=self._may_fit)
-        if n < len(among) and not self._fits(among[n]):  # the bound is near what it takes
-            n = bisect.bisect_left(among, True, lo=n + 1, key=self._fits)
+        while n < len(among) and not self._fits(among[n]):  # the bound is near what it takes
+            n += 1
         return among[n : n + 1]
 
     def _in(self, parts: Pass) -> tuple[Program, PlanRequest]:
