@@ -107,9 +107,9 @@ class HardwareConfig(Config):
     attention_layouts: bool = False
     """Whether rotary positions are computed on whole rows, and attention's kernels read each of repeated heads once
     (`autoshard.passes.rotary`, `autoshard.passes.attention_operands`): left out where it has not been seen to pay."""
-    layouts_delay_host_copies: bool = False
-    """Whether loops with ``attention_layouts`` wait for what XLA then fetches from the host's memory too late: none has
-    them then that sends values there."""
+    rotary_delays_host_copies: bool = False
+    """Whether rotary positions on whole rows make loops wait for what XLA fetches from the host's memory, too late
+    where it is several values of a layer: those that send more than one stay as they are."""
 
     def hardware(self, name: str) -> Hardware:
         """The table as a `Hardware` record."""
@@ -147,7 +147,7 @@ class HardwareConfig(Config):
             self.hidden_host_copies,
             self.matrix_unit,
             self.attention_layouts,
-            self.layouts_delay_host_copies,
+            self.rotary_delays_host_copies,
         )
 
 

@@ -15,7 +15,6 @@ from autoshard import jaxpr as jx
 from autoshard.ir.program import Program
 from autoshard.passes.attention_operands.repeated_heads import RepeatedHeads
 from autoshard.passes.attention_operands.weights_by_head import product_of_cotangent
-from autoshard.transforms.attention_layouts import lays_out_attention
 from autoshard.transforms.pipeline import Pass
 
 
@@ -45,7 +44,7 @@ def _rewritten(program: Program, found: list[str]) -> jx.Jaxpr:
     Args:
       found: `_ONCE` or `_BY_HEAD` is added for each that is changed.
     """
-    if not lays_out_attention(program):
+    if not program.mesh.hardware.attention_layouts:
         return program.jaxpr
     repeated, unit = RepeatedHeads(program.jaxpr), program.mesh.hardware.matrix_unit
 

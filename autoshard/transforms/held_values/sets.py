@@ -5,7 +5,8 @@ A value is made again, held on the device, or held in the host's memory meanwhil
 reversed walk over the forward part, for all choices at once:
 
     seconds(S): of the values that the backward part must make again, each at its price; and of those on the host,
-                what they take over its link longer than the layer computes, there and back, and to be copied for that
+                what they take over its link longer than the layer computes, there and back, and to be copied for that;
+                a share of the layer more where they are several
     bytes(S):   of the values held on the device that it reads, or needs to make others again
 
 A value is made again if it is needed and not held; it is needed if the backward part reads it, or it is an operand of
@@ -48,6 +49,10 @@ SMALLEST_SENT = 1 / 8
 """Of the largest value of a layer: what is smaller stays on the device unless asked for. It saves little memory, and is
 one more copy that XLA has to begin in time: a decoder of 8B on v5e:4x4 that sent its few keys and values waited 0.29 of
 1.73 s, one of 70B on v5e:16x16 that sent its keys 0.08 of 6.50 s more than with two larger values."""
+SEVERAL_LATE = 0.002
+"""Share of a layer's seconds that a second value on the host has to gain: XLA begins to fetch several too late in some
+programs, which no price knows, and each is one more copy on the device. GPT-3 of the bench, scanned on v5e:4x4, has
+four values on the host or one of as many bytes, predicted alike: 1,247 and 1,241 ms as read."""
 HOST_SHARE = 0.6
 """Of the host's memory, what values of a loop may take unasked: loading and checkpoints need some too."""
 _RANK = {AGAIN: 0, ON_HOST: 1, HELD: 2}
@@ -55,6 +60,7 @@ _RANK = {AGAIN: 0, ON_HOST: 1, HELD: 2}
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
+IntArray = npt.NDArray[np.int_]
 
 
 class Price(NamedTuple):
@@ -72,14 +78,18 @@ class HostLink:
 
     mesh: LogicalMesh
 
-    def price(self, size: FloatArray, layers: int, eqns: Sequence[jx.JaxprEqn], again: FloatArray) -> FloatArray:
-        """Seconds that a device spends on ``size`` bytes of its own in a layer: beside the products of ``eqns`` in the
-        forward part; in the backward part beside twice those, and the seconds in which values are made ``again``.
-        Without end where the host has too little for all ``layers``."""
+    def price(
+        self, size: FloatArray, count: IntArray, layers: int, eqns: Sequence[jx.JaxprEqn], again: FloatArray
+    ) -> FloatArray:
+        """Seconds that a device spends on ``size`` bytes of its own in a layer, of ``count`` values: beside the
+        products of ``eqns`` in the forward part; in the backward part beside twice those, and the seconds in which
+        values are made ``again``. Without end where the host has too little for all ``layers``."""
         forward = layer_seconds(sum(self._product_seconds(x) for e in eqns for x in (e, *_inner(e))), self.mesh)
         there = seconds_waited_for_copies(size, forward, self.mesh)
         back = seconds_waited_for_copies(size, 2 * forward + again, self.mesh)
-        return np.where(size * layers > HOST_SHARE * self.mesh.hardware.host_memory, np.inf, there + back)
+        late = SEVERAL_LATE * (count > 1) * (3 * forward + again)
+        too_much = size * layers > HOST_SHARE * self.mesh.hardware.host_memory
+        return np.where(too_much, np.inf, there + back + late)
 
     def _product_seconds(self, eqn: jx.JaxprEqn) -> float:
         """Least seconds of a product."""
@@ -186,11 +196,13 @@ def _loop(
     found = _walk(eqns, made_by, targets, entering, names, prices, is_held_anyway, base)
     seconds = found.seconds / share
     if link is not None:
-        seconds = seconds + link.price(found.on_host, layers, eqns, seconds)
+        digits = [np.arange(len(seconds)) // base**i % base for i in range(len(names))]
+        count = sum((d == ON_HOST for d in digits), np.zeros(len(seconds), int))
+        seconds = seconds + link.price(found.on_host, count, layers, eqns, seconds)
         largest = max((prices[n].bytes for n in names), default=0.0)
         small = [i for i, n in enumerate(names) if prices[n].bytes < SMALLEST_SENT * largest]
         for i in small:
-            seconds[np.arange(len(seconds)) // base**i % base == ON_HOST] = np.inf
+            seconds[digits[i] == ON_HOST] = np.inf
     held = found.bytes / share + IN_FLIGHT * found.on_host / layers
     return LayerLoop(layers, names, needed, seconds, held, frozenset(by_eqn), base)
 
