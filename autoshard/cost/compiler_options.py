@@ -111,8 +111,8 @@ PEAK_MARGIN = 1.16
 than its inverse of the memory is predicted to be used, XLA may come to recompute: of a decoder of 70B on v5e:16x16,
 planned into 0.866 of it, a product of each layer, 2 % of the step."""
 SCHEDULED_MORE = 1.3
-"""What XLA takes of a step while it schedules it, at most, by the predicted peak: decoders whose layers are unrolled
-take so much compiled, as rings keep what they read."""
+"""Multiple of the predicted peak to which XLA's count may come while it schedules: decoders whose layers are unrolled
+took so much compiled, as rings keep what they read."""
 HARMLESS = frozenset(
     {
         "memory_fitting_level",
