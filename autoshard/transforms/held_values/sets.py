@@ -196,13 +196,13 @@ def _loop(
     found = _walk(eqns, made_by, targets, entering, names, prices, is_held_anyway, base)
     seconds = found.seconds / share
     if link is not None:
-        digits = [np.arange(len(seconds)) // base**i % base for i in range(len(names))]
-        count = sum((d == ON_HOST for d in digits), np.zeros(len(seconds), int))
+        digits = _digits(names, base)
+        count = sum((d == ON_HOST for d in digits.values()), np.zeros(len(seconds), int))
         seconds = seconds + link.price(found.on_host, count, layers, eqns, seconds)
         largest = max((prices[n].bytes for n in names), default=0.0)
-        small = [i for i, n in enumerate(names) if prices[n].bytes < SMALLEST_SENT * largest]
-        for i in small:
-            seconds[digits[i] == ON_HOST] = np.inf
+        for name, d in digits.items():
+            if prices[name].bytes < SMALLEST_SENT * largest:
+                seconds[d == ON_HOST] = np.inf
     held = found.bytes / share + IN_FLIGHT * found.on_host / layers
     return LayerLoop(layers, names, needed, seconds, held, frozenset(by_eqn), base)
 
@@ -219,6 +219,12 @@ class _Walked(NamedTuple):
     """Bytes on the host."""
 
 
+def _digits(names: Sequence[str], base: int) -> dict[str, IntArray]:
+    """[choices]: what becomes of each value."""
+    choices = np.arange(base ** len(names))
+    return {name: choices // base**i % base for i, name in enumerate(names)}
+
+
 def _walk(
     eqns: Sequence[jx.JaxprEqn],
     made_by: Mapping[jx.JaxprEqn, set[str]],
@@ -230,7 +236,7 @@ def _walk(
     base: int,
 ) -> _Walked:
     choices = np.arange(base ** len(names))
-    digits = {name: choices // base**i % base for i, name in enumerate(names)}
+    digits = _digits(names, base)
     wanted: dict[jx.Var, BoolArray] = {v: np.ones(len(choices), bool) for v in targets}
     again: dict[jx.JaxprEqn, BoolArray] = {}
     seconds, held_bytes, on_host = np.zeros(len(choices)), np.zeros(len(choices)), np.zeros(len(choices))
