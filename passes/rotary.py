@@ -25,7 +25,6 @@ from jax.extend.core import primitives as _prims
 
 from autoshard import jaxpr as jx
 from autoshard.ir.program import Program
-from autoshard.jaxpr.arguments import in_host_memory
 from autoshard.transforms.pipeline import Pass
 from autoshard.transforms.swapped_halves import BY_PRODUCT, swapped_halves_p
 
@@ -53,18 +52,9 @@ class Rotary(Pass):
 
 
 def _lanes(program: Program) -> int:
-    """Of a tile, where rotations are to be computed on whole rows; else 0: no half is narrower. On some chips they are
-    not where a loop sends several values to the host, which XLA then fetches too late
-    (`Hardware.rotary_delays_host_copies`)."""
+    """Of a tile, where rotations are to be computed on whole rows; else 0: no half is narrower."""
     hardware = program.mesh.hardware
-    late = hardware.rotary_delays_host_copies and _most_sent(program.jaxpr) > 1
-    return hardware.tile[1] if hardware.attention_layouts and not late else 0
-
-
-def _most_sent(jaxpr: jx.Jaxpr) -> int:
-    """The most values that go to the host's memory in one run of ``jaxpr`` or of one nested in it."""
-    here = sum(in_host_memory(v.aval) for e in jaxpr.eqns if not jx.regions(e) for v in e.outvars)
-    return max([here, *(_most_sent(inner) for e in jaxpr.eqns for inner in jx.subjaxprs(e))])
+    return hardware.tile[1] if hardware.attention_layouts else 0
 
 
 def _rewritten(jaxpr: jx.Jaxpr, lanes: int) -> jx.Jaxpr:

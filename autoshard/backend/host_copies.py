@@ -1,10 +1,15 @@
 """Copies of a layer's values to the host's memory and back, so that XLA for TPU runs them beside a layer's products.
 
-XLA sends a value in the iteration after the one that makes it, and fetches it in the one before that reads it. In
-between it is in the loop's carry, where only one iteration's fits: the product that makes the next one waits until it
-has been sent, and the next one is not fetched until nothing reads it (libtpu 0.0.50.1: 0.3 of 9.3 ms of products beside
-what a loop of two of them sent, 9.3 from a place of its own). So what is sent is a copy, and so is what is read. XLA
-removes a copy that it sees: here it cannot know that the condition of a choice holds.
+XLA sends a value in the iteration after the one that makes it. A value is fetched in the iteration before the one that
+reads it (`autoshard.backend.gathers.rows_ahead`). In between it is in the loop's carry, where only one iteration's
+fits: the product that makes the next one waits until it has been sent, and the next one is not fetched until nothing
+reads it (libtpu 0.0.50.1: 0.3 of 9.3 ms of products beside what a loop of two of them sent, 9.3 from a place of its
+own). So what is sent is a copy, and so is what is read. XLA removes a copy that it sees: here it cannot know that the
+condition of a choice holds.
+
+XLA schedules from an iteration's end. It begins a fetch in the last place before the values are needed where it has
+nothing else to put, such as beside a permute of a ring that sums a gradient: 5 ms before an iteration's end where two
+fetches take 17. So a product in the middle of the iteration waits for them (`products_that_wait`).
 
 To send and to fetch earlier XLA takes one iteration out of the loop. There it may read what stays on the device in
 another layout than in the loop, and copies all layers to that before: a decoder of twelve layers of 2,048 took 4.5 GiB
@@ -14,27 +19,101 @@ XLA's kernels: the first dimension major, the last one minor, and of two between
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from autoshard import jaxpr as jx
+from autoshard.cost.overlap.host_copies import copied_beside_products
+from autoshard.cost.overlap.products import innermost_loops, product_seconds, products_by_loop
+from autoshard.cost.overlap.weights_and_gradients import gradients_of
+from autoshard.ir.graph import Graph
+from autoshard.machine.host_link import FROM_HOST, layer_seconds
+from autoshard.machine.mesh import LogicalMesh
+from autoshard.plan.record import PlanRecord
 
 
-def beside_products(eqn: jx.JaxprEqn) -> list[jx.JaxprEqn]:
-    """The equations that copy an operand to another memory as ``eqn`` does, by way of a place of its own on the
+class Wait(NamedTuple):
+    """A product of a loop that begins when values of the next iteration have been fetched from the host."""
+
+    operands: tuple[int, ...]
+    """Their positions, those first that fewer of the iteration's products are computed before: weights."""
+    fetched: tuple[int, ...]
+
+
+def sent(eqn: jx.JaxprEqn) -> list[jx.JaxprEqn]:
+    """The equations that copy an operand to the host's memory as ``eqn`` does, from a place of its own on the
     device."""
     space = jx.aval(eqn.outvars[0]).memory_space
+    return jx.splice(lambda x: jax.device_put(_copy(x), space), eqn, eqn.invars)
 
-    def send(x: jax.Array) -> jax.Array:
-        return jax.device_put(_copy(x), space)
 
-    def fetch(x: jax.Array) -> jax.Array:
-        return jax.lax.optimization_barrier(_copy(jax.device_put(x, space)))
+def fetched(eqn: jx.JaxprEqn) -> tuple[list[jx.JaxprEqn], jx.Var]:
+    """The equations that copy an operand to the device's memory as ``eqn`` does, to be read in a place of its own
+    there; and what they fetch."""
+    arrived = jx.new_var(eqn.outvars[0])
+    own = jx.splice(lambda x: jax.lax.optimization_barrier(_copy(x)), eqn, [arrived])
+    return [eqn.replace(outvars=[arrived]), *own], arrived
 
-    return jx.splice(send if space == jax.memory.Space.Host else fetch, eqn, eqn.invars)
+
+def products_that_wait(graph: Graph, plan: PlanRecord) -> dict[int, Wait]:
+    """The products, by node, that wait for what their loop fetches for its next iteration: the first before which
+    others take as long as the copies, or the last one."""
+    mesh, nodes, loop_of = plan.mesh, graph.nodes, innermost_loops(graph)
+    moved = [n for n in copied_beside_products(graph) if nodes[n].kind.host_transfer == FROM_HOST]
+    shards = {c.value: c.spec.num_shards(mesh.shape) for c in plan.intermediates if c.node is None}
+    found = dict[int, Wait]()
+    for inside in products_by_loop(graph) if moved else ():
+        copies = [n for n in moved if loop_of[n] == loop_of[inside[0]]]
+        if copies:
+            values = tuple(nodes[n].results[0] for n in copies)
+            sizes = [nodes[n].kind.bytes[0] / shards.get(v, mesh.size) for n, v in zip(copies, values, strict=True)]
+            n, operands = _product_after(sum(sizes) / mesh.hardware.host_bandwidth, graph, inside, mesh)
+            found[n] = Wait(operands, values)
+    return found
+
+
+def _product_after(
+    seconds: float, graph: Graph, inside: Sequence[int], mesh: LogicalMesh
+) -> tuple[int, tuple[int, ...]]:
+    """The first product of a loop before which others take ``seconds``, or the last one, with its operands, those
+    first that are there first. Gradients may all come after a product that others read."""
+    ready, gradients = _seconds_before(graph, inside, mesh), gradients_of(graph)
+
+    def is_gradient(n: int) -> bool:
+        return not gradients.isdisjoint(graph.nodes[n].results)
+
+    order = sorted(inside, key=lambda n: (ready[n][0], is_gradient(n), n))
+    before = {True: 0.0, False: 0.0}  # a gradient, and what others read
+    found = order[-1]
+    for n in order:
+        if before[is_gradient(n)] >= seconds:
+            found = n
+            break
+        before[True] += _seconds([n], graph, mesh)
+        before[False] += 0.0 if is_gradient(n) else _seconds([n], graph, mesh)
+    _, operands = ready[found]
+    return found, tuple(sorted(range(len(operands)), key=operands.__getitem__))
+
+
+def _seconds_before(graph: Graph, inside: Sequence[int], mesh: LogicalMesh) -> dict[int, tuple[float, list[float]]]:
+    """Of each product of a loop, seconds of those that it is computed of, and of those that each of its operands is:
+    as soon as they are done XLA computes it, of several at the same time gradients last."""
+    before, found, products = dict[int, frozenset[int]](), dict[int, tuple[float, list[float]]](), {*inside}
+    for n in range(inside[0], inside[-1] + 1):
+        read = [before.get(v, frozenset()) for v in graph.nodes[n].operands]
+        together = frozenset[int]().union(*read)
+        if n in products:
+            found[n] = _seconds(together, graph, mesh), [_seconds(r, graph, mesh) for r in read]
+        before.update(dict.fromkeys(graph.nodes[n].results, together | {n} if n in products else together))
+    return found
+
+
+def _seconds(products: Collection[int], graph: Graph, mesh: LogicalMesh) -> float:
+    return layer_seconds(sum(product_seconds(graph.nodes[n].kind, mesh) for n in sorted(products)), mesh)
 
 
 def _copy(x: jax.Array) -> jax.Array:

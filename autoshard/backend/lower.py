@@ -10,16 +10,25 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any
 
+import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 
 from autoshard import jaxpr as jx
 from autoshard.backend.fetches_in_turn import fetched_in_turn, least_padded
-from autoshard.backend.gathers.early_gathers import gather_early
 from autoshard.backend.gathers.reversed_kernels import place_before_reversal
-from autoshard.backend.host_copies import beside_products, in_one_layout, stacks_beside_copies
+from autoshard.backend.gathers.rows_ahead import made_ahead
+from autoshard.backend.host_copies import (
+    Wait,
+    fetched,
+    in_one_layout,
+    products_that_wait,
+    sent,
+    stacks_beside_copies,
+)
 from autoshard.backend.islands import Islands
 from autoshard.backend.rings.fused_with_products import FusedWithProducts
 from autoshard.backend.rings.gradients_in_turn import GradientRings, GradientsInTurn
@@ -55,7 +64,8 @@ def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
     # Operand constraints number the program's results after the nodes: they are "read" by the caller.
     readers = {n for _, n in operands if n < len(graph.nodes)}
     outputs = [operands.get((v, n), ()) for n, v in enumerate(graph.outputs, len(graph.nodes))]
-    nodes = {graph.nodes[n].results: n for n in (*readers, *(i.node for i in plan.islands))}
+    waits = products_that_wait(graph, plan)
+    nodes = {graph.nodes[n].results: n for n in (*readers, *waits, *(i.node for i in plan.islands))}
     ties = {(v, *graph.nodes[n].results): s for (v, n), s in operands.items() if n in readers and graph.nodes[n].tie}
     gathered = exposed_changes(graph, plan)
     gradients, fused = gradients_of(graph), FusedWithProducts(graph, plan)
@@ -84,9 +94,11 @@ def constrain(graph: Graph, plan: PlanRecord, mesh: Mesh) -> jx.Jaxpr:
         fused,
         {(c.value, c.node) for c in plan.intermediates if c.ahead and c.node is not None},
         {v for n in copied_beside_products(graph) for v in graph.nodes[n].results},
+        waits,
         room_beside(plan),
     )
-    lowered = gather_early(lowering.jaxpr(graph.program.jaxpr, outputs), {*lowering.early.values()})
+    jaxpr = lowering.jaxpr(graph.program.jaxpr, outputs)
+    lowered = made_ahead(jaxpr, {*lowering.early.values(), *lowering.fetched.values()}, lowering.awaited())
     if plan.mesh.platform == "tpu":
         return fetched_in_turn(lowered, _layouts_on_host(lowered, plan, mesh))
     return place_before_reversal(lowered) if plan.mesh.platform == "gpu" else lowered
@@ -119,6 +131,7 @@ class _Lowering:
       fused: what XLA computes with products.
       ahead: operands that loops gather an iteration ahead, by value and node.
       moved: values that are copied to the host's memory or from there beside products.
+      waits: products of loops that begin when values of the next iteration have been fetched, by node.
       room: bytes per device for what rings keep beside what the plan counts.
     """
 
@@ -136,10 +149,13 @@ class _Lowering:
         fused: FusedWithProducts,
         ahead: Set[tuple[int, int]] = frozenset(),
         moved: Set[int] = frozenset(),
+        waits: Mapping[int, Wait] = MappingProxyType({}),
         room: float = math.inf,
     ) -> None:
         self.ahead, self.early = ahead, dict[tuple[int, NamedSharding], jx.Var]()
         """`early`: by value and sharding, what these are when they are gathered."""
+        self.waits, self.fetched, self._waiting = waits, dict[int, jx.Var](), dict[jx.Var, int]()
+        """`fetched`: by value, what the loops' rows are when they are on the device."""
         self.value_of, self.node_of_results = value_of, node_of_results
         self.islands, self.gradients, self.moved, self.gathered_beside = islands, gradients, moved, gathered_beside
         self.fused = fused
@@ -344,8 +360,11 @@ class _Lowering:
     def _equation(self, eqn: jx.JaxprEqn, invars: list[jx.Var | jx.Literal]) -> list[jx.JaxprEqn]:
         """``eqn`` itself, in row-major layout where XLA for CPU would refuse another one."""
         eqn = eqn.replace(invars=invars)
+        if self._moves(eqn) and jx.aval(eqn.outvars[0]).memory_space == jax.memory.Space.Host:
+            return sent(eqn)
         if self._moves(eqn):
-            return beside_products(eqn)
+            eqns, self.fetched[self.value_of[eqn.outvars[0]]] = fetched(eqn)
+            return eqns
         on_cpu = self.islands.mesh.devices.flat[0].platform == "cpu"
         if not on_cpu or not self.traits(eqn.primitive).row_major_on_cpu:
             return [eqn]
@@ -408,7 +427,19 @@ class _Lowering:
                 found.append(self._constrain_through(now.get(var, var), shardings, eqn, eqns))
                 if (value, node) in self.ahead:
                     self.early[value, shardings[0]] = eqns[begin].outvars[0]
+        if node is not None and node in self.waits:
+            alone = [i for i in self.waits[node].operands if i not in in_rings and not isinstance(found[i], jx.Literal)]
+            for i in alone[:1]:
+                made, (found[i],) = jx.emit(jax.lax.optimization_barrier, eqn, found[i])
+                self._waiting[made[-1].outvars[0]] = node
+                eqns += made
         return found
+
+    def awaited(self) -> dict[jx.Var, list[jx.Var]]:
+        """What loops have fetched for the next iteration, by the result of the barrier before which it is there."""
+        return {
+            v: [self.fetched[x] for x in self.waits[n].fetched if x in self.fetched] for v, n in self._waiting.items()
+        }
 
     def _constrain_through(
         self, var: jx.Atom, shardings: Sequence[NamedSharding], like: jx.JaxprEqn | None, eqns: list[jx.JaxprEqn]

@@ -107,9 +107,6 @@ class HardwareConfig(Config):
     attention_layouts: bool = False
     """Whether rotary positions are computed on whole rows, and attention's kernels read each of repeated heads once
     (`autoshard.passes.rotary`, `autoshard.passes.attention_operands`): left out where it has not been seen to pay."""
-    rotary_delays_host_copies: bool = False
-    """Whether rotary positions on whole rows make loops wait for what XLA fetches from the host's memory, too late
-    where it is several values of a layer: those that send more than one stay as they are."""
 
     def hardware(self, name: str) -> Hardware:
         """The table as a `Hardware` record."""
@@ -147,7 +144,6 @@ class HardwareConfig(Config):
             self.hidden_host_copies,
             self.matrix_unit,
             self.attention_layouts,
-            self.rotary_delays_host_copies,
         )
 
 

@@ -113,9 +113,6 @@ class Hardware:
     """Columns of the matrix unit; 0 where no product is laid out for it."""
     attention_layouts: bool = False
     """Whether rotary positions are computed on whole rows, and attention's kernels read each of repeated heads once."""
-    rotary_delays_host_copies: bool = False
-    """Whether rotary positions on whole rows make loops wait for what XLA fetches from the host's memory, too late
-    where it is several values of a layer."""
 
     @property
     def hides_beyond_products(self) -> bool:

@@ -120,7 +120,7 @@ class Constraint:
     waypoints: tuple[Spec, ...] = ()
     """Intermediate specs to constrain first, where XLA would otherwise gather the whole value, or all at once."""
     ahead: bool = False
-    """Whether the loop that reads it gathers it one iteration earlier (`autoshard.backend.gathers.early_gathers`)."""
+    """Whether the loop that reads it gathers it one iteration earlier (`autoshard.backend.gathers.rows_ahead`)."""
 
     def gathers(self, sizes: Mapping[str, int]) -> bool:
         """Whether a device has more of the value than before, on a mesh whose axes have these ``sizes``."""

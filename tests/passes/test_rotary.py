@@ -207,27 +207,6 @@ def test_where_it_has_not_been_seen_to_pay_they_stay():
     assert Rotary()(before := traced(by_split, X, on=v4)) is before
 
 
-def sent(x, count):
-    for _ in range(count):
-        x = jnp.sin(jax.device_put(jax.device_put(x, jax.memory.Space.Host), jax.memory.Space.Device))
-    return by_split(x), None
-
-
-@pytest.mark.parametrize(
-    ("chip", "count", "stays"), [("v5e:2x4", 1, False), ("v5e:2x4", 2, True), ("v6e:2x4", 2, False)]
-)
-def test_beside_several_values_of_a_layer_on_the_host_they_stay_where_xla_would_fetch_these_too_late(
-    chip: str, count: int, stays: bool
-) -> None:
-    def two_loops(x: Any) -> Any:
-        for _ in range(2):
-            x, _ = jax.lax.scan(lambda x, _: sent(x, count), x, length=3)
-        return x
-
-    on = MeshConfig(axes={"data": 8}, tpu=chip).mesh()
-    assert (Rotary()(before := traced(two_loops, X, on=on)) is before) is stays
-
-
 @pytest.mark.parametrize("specs", [("data",), (None, None, None, "data"), (None, "data", None, None)])
 def test_sharded_rows_are_the_same_numbers(specs):
     sharding = jax.sharding.PartitionSpec(*specs)

@@ -40,7 +40,7 @@ def carried_by_loops(graph: Graph) -> set[int]:
 
 
 def gathered_ahead(graph: Graph) -> Mapping[int, int]:
-    """The values that a loop can gather an iteration ahead (`autoshard.backend.gathers.early_gathers`), each with the
+    """The values that a loop can gather an iteration ahead (`autoshard.backend.gathers.rows_ahead`), each with the
     number of its loop: rows of what is stacked, and casts of them."""
     program, found = graph.program, dict[int, int]()
     if program.mesh.platform != "gpu" or program.pipeline is not None:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard import MeshConfig
 from autoshard import jaxpr as jx
-from autoshard.backend.gathers.early_gathers import gather_early
+from autoshard.backend.gathers.rows_ahead import made_ahead
 from autoshard.backend.lower import constrain
 
 LAYERS, WIDTH = 5, 8
@@ -55,7 +55,7 @@ def gathers_of(jaxpr: jx.Jaxpr) -> set[jx.Var]:
 def both(fun: Any) -> tuple[jx.Jaxpr, jx.Jaxpr]:
     """``fun`` as it is, and with gathers ahead; checks that their results are the same."""
     jaxpr = jx.normalize(jax.make_jaxpr(fun)(*ARGS))
-    new = gather_early(jaxpr, gathers_of(jaxpr))
+    new = made_ahead(jaxpr, gathers_of(jaxpr))
     for a, b in zip(*(jax.jit(jx.as_fun(j))(*ARGS) for j in (jaxpr, new)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
     return jaxpr, new
@@ -82,8 +82,8 @@ def test_an_iteration_reads_what_the_one_before_gathered(reverse: bool) -> None:
 
 def test_nothing_else_is_changed() -> None:
     jaxpr = jx.normalize(jax.make_jaxpr(step(False))(*ARGS))
-    assert gather_early(jaxpr, set()) is jaxpr
-    assert gather_early(jaxpr, {jaxpr.eqns[0].outvars[0]}) is jaxpr
+    assert made_ahead(jaxpr, set()) is jaxpr
+    assert made_ahead(jaxpr, {jaxpr.eqns[0].outvars[0]}) is jaxpr
 
 
 def test_loops_over_micro_batches_have_loops_over_layers_in_them() -> None:
