@@ -12,8 +12,11 @@ from autoshard import jaxpr as jx
 from autoshard.errors import MicrobatchError, PassError, nearest
 from autoshard.ir.program import Program, aval_text
 
-MAX_KEPT = 32
-"""Most programs that `KeptPrograms` keeps."""
+MIN_KEPT = 32
+"""Programs that `KeptPrograms` keeps, however large."""
+MAX_KEPT_EQUATIONS = 1 << 18
+"""Most equations of the programs that it keeps beyond these: as many as a few hundred decoders of scanned layers have,
+each after another sequence of passes."""
 
 
 @dataclass(frozen=True)
@@ -161,10 +164,13 @@ class AppliedPass:
 
 
 class KeptPrograms:
-    """What passes made of programs: the last `MAX_KEPT` that were asked for."""
+    """What passes made of programs: the last `MIN_KEPT` that were asked for, and those before them as long as all have
+    no more than `MAX_KEPT_EQUATIONS`."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[tuple[int, Pass], AppliedPass] = OrderedDict()
+        self._equations = 0
+        """Of all that is kept."""
 
     def apply(self, step: Pass, program: Program, counts: _Counts) -> AppliedPass:
         """What ``step`` makes of ``program``, which has ``counts``.
@@ -173,10 +179,13 @@ class KeptPrograms:
           PassError: as `Pipeline.run`.
         """
         key = id(program), step  # what is kept holds its program, so no other gets that id
-        found = self._found[key] = self._found.get(key) or _apply(step, program, counts)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = _apply(step, program, counts)
+            self._equations += found.counts.equations
         self._found.move_to_end(key)
-        while len(self._found) > MAX_KEPT:
-            self._found.popitem(last=False)
+        while len(self._found) > MIN_KEPT and self._equations > MAX_KEPT_EQUATIONS:
+            self._equations -= self._found.popitem(last=False)[1].counts.equations
         return found
 
 

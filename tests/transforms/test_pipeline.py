@@ -133,7 +133,8 @@ def test_sequences_that_begin_alike_share_their_beginning(monkeypatch):
         assert found is p
         assert [r.written for r in reports] == [f"counted:{n}" for n in numbers]
     assert ran == [1, 2, 3, 1]
-    monkeypatch.setattr(pipeline, "MAX_KEPT", 1)
+    monkeypatch.setattr(pipeline, "MIN_KEPT", 1)
+    monkeypatch.setattr(pipeline, "MAX_KEPT_EQUATIONS", 0)
     for _ in range(2):
         Pipeline((Counted(4), Counted(5)), kept).run(one)
     assert ran[4:] == [4, 5, 4, 5]
