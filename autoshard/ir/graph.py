@@ -132,6 +132,7 @@ class OpKinds:
         """By `jx.eqn_key`, or by what distinguishes ties."""
         self._variants: dict[tuple[OpKind, tuple[tuple[str, Any], ...]], OpKind] = {}
         self._proposals: dict[LogicalMesh, dict[Any, Any]] = {}
+        self._strategies: dict[LogicalMesh, dict[Any, Any]] = {}
         self._node_costs: dict[LogicalMesh, dict[Any, Any]] = {}
 
     def variant(self, kind: OpKind, **changes: Any) -> OpKind:
@@ -146,6 +147,11 @@ class OpKinds:
         """Cache of `autoshard.ir.propagate.proposals` on ``mesh`` (a graph may have merged axes), by OpKind and the
         axes of its values."""
         return self._proposals.setdefault(mesh, {})
+
+    def strategies(self, mesh: LogicalMesh) -> dict[Any, Any]:
+        """Cache of `autoshard.search.node_costs` on ``mesh``: strategies of nodes by OpKind and the axes of its
+        factors."""
+        return self._strategies.setdefault(mesh, {})
 
     def node_costs(self, mesh: LogicalMesh) -> dict[Any, Any]:
         """Cache of `autoshard.cost.cost` on ``mesh``: node costs by OpKind, specs of its values, chosen strategy and

@@ -6,6 +6,7 @@ One record serves both what a plan predicts (`autoshard.cost`) and what XLA emit
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
@@ -20,6 +21,8 @@ ALL_REDUCE: Final = "all-reduce"
 ALL_TO_ALL: Final = "all-to-all"
 COLLECTIVE_PERMUTE: Final = "collective-permute"
 REDUCE_SCATTER: Final = "reduce-scatter"
+MAX_RATES: Final = 1 << 12
+"""Most results of `collective_rate` that are kept: some meshes with a few sets of axes each."""
 COLLECTIVE_KINDS: Final = (ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVE_PERMUTE, REDUCE_SCATTER)
 
 
@@ -108,6 +111,7 @@ def collective_seconds(kind: CollectiveKind, axes: tuple[str, ...], size: float,
     return fixed + per_byte * size
 
 
+@functools.lru_cache(maxsize=MAX_RATES)
 def collective_rate(kind: CollectiveKind, axes: tuple[str, ...], mesh: LogicalMesh) -> tuple[float, float]:
     """Seconds of a collective over ``axes`` however small it is, and seconds of each byte.
 

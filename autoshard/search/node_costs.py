@@ -30,7 +30,7 @@ class NodeCosts:
 
     def __init__(self, groups: ValueGroups, spec_tables: SpecTables) -> None:
         self.groups, self.spec_tables, self.mesh = groups, spec_tables, spec_tables.mesh
-        self._strategies: dict[tuple[OpKind, tuple[Any, ...]], NodeStrategy] = {}
+        self._strategies: dict[tuple[OpKind, tuple[Any, ...]], NodeStrategy] = groups.graph.kinds.strategies(self.mesh)
         self._elementwise: dict[OpKind, bool] = {}
 
     def is_elementwise(self, kind: OpKind) -> bool:
