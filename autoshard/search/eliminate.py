@@ -12,15 +12,19 @@ docs/math/elimination.md.
 
 from __future__ import annotations
 
+import functools
 import heapq
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from autoshard.search.problem import REL_TOLERANCE, Array, Assignment, Problem
+
+MAX_ORDERS = 64
+"""Orders of elimination that are kept: more than the rounds of solving one problem ask for."""
 
 
 @dataclass(frozen=True)
@@ -57,100 +61,155 @@ class CostTable:
 
 def eliminate(problem: Problem, max_entries: int) -> Solution:
     """Minimises ``problem`` without its budgets; optimal if no table needs more than ``max_entries`` entries."""
-    sizes = [len(u) for u in problem.unary]
+    sizes = tuple([len(u) for u in problem.unary])
+    order = _elimination_order(sizes, tuple(problem.pairwise), max_entries)
+    given = [*problem.unary, *problem.pairwise.values()]
+    tables: list[Array] = [costs.squeeze() for costs in given]
+    bound = sum([float(tables[n]) for n in order.constants], 0.0)
+    for step in order.steps:
+        for part in step.parts:
+            total = tables[part.tables[0]].reshape(part.shapes[0])
+            for n, shape, in_place in zip(part.tables[1:], part.shapes[1:], part.in_place, strict=True):
+                total = np.add(total, tables[n].reshape(shape), out=total if in_place else None)
+            least = np.minimum.reduce(total, axis=part.axis)
+            tables.append(least)
+            if part.is_constant:
+                bound += float(least)
     assignment = [0] * len(sizes)
-    number = itertools.count()
-    tables: dict[int, CostTable] = {}
+    for step in reversed(order.steps):
+        costs = [tables[n][tuple([assignment[j] if j >= 0 else _ALL for j in of])] for n, of in step.bucket]
+        assignment[step.variable] = int(np.argmin(sum(costs)))
+    cost = problem.cost(assignment)
+    return Solution(tuple(assignment), cost, min(bound, cost))
+
+
+_ALL = slice(None)
+
+
+class _Part(NamedTuple):
+    """Tables that are added, and minimised over the variable that is eliminated; the next number has what is left."""
+
+    tables: tuple[int, ...]
+    """The largest first."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of each, with an axis for each variable of all of them, of size 1 for those that it does not mention."""
+    in_place: tuple[bool, ...]
+    """Of each but the first, whether it adds no variable to a sum that is no table."""
+    axis: int
+    """That of the variable."""
+    is_constant: bool
+    """Whether no other variable is left."""
+
+
+class _Step(NamedTuple):
+    """The elimination of one variable."""
+
+    variable: int
+    bucket: tuple[tuple[int, tuple[int, ...]], ...]
+    """The tables that mention it: the number of each, and its variables, with -1 for this one."""
+    parts: tuple[_Part, ...]
+    """One, or mini-buckets."""
+
+
+class _Order(NamedTuple):
+    """The order of an elimination. Tables are numbered: those of single variables, those of pairs, then what each part
+    leaves."""
+
+    constants: tuple[int, ...]
+    """The tables of no variable that has more than one option."""
+    steps: tuple[_Step, ...]
+
+
+@functools.lru_cache(maxsize=MAX_ORDERS)
+def _elimination_order(sizes: tuple[int, ...], pairs: tuple[tuple[int, int], ...], max_entries: int) -> _Order:
+    """The order for variables of these numbers of options, and tables of these pairs of them. It is independent of all
+    costs, so that it serves a problem again and again while only multipliers of budgets change."""
+    variables_of: list[tuple[int, ...]] = []
+    entries: list[int] = []
     tables_of: list[set[int]] = [set() for _ in sizes]
-    bound = 0.0
 
-    def add(variables: tuple[int, ...], costs: Array) -> None:
-        nonlocal bound
-        variables, costs = tuple([i for i in variables if sizes[i] > 1]), costs.squeeze()
-        if not variables:
-            bound += float(costs)
-            return
-        tables[n := next(number)] = CostTable(variables, costs)
+    def add(variables: tuple[int, ...]) -> None:
         for i in variables:
-            tables_of[i].add(n)
+            tables_of[i].add(len(variables_of))
+        variables_of.append(variables)
+        entries.append(math.prod([sizes[i] for i in variables]))
 
-    for i, costs in enumerate(problem.unary):
-        add((i,), costs)
-    for pair, costs in problem.pairwise.items():
-        add(pair, costs)
+    for i, size in enumerate(sizes):
+        add((i,) if size > 1 else ())
+    for pair in pairs:
+        add(tuple([i for i in pair if sizes[i] > 1]))
+    constants = tuple([n for n, variables in enumerate(variables_of) if not variables])
 
     def neighbours(i: int) -> set[int]:
-        return {j for n in tables_of[i] for j in tables[n].variables} - {i}
+        return {j for n in tables_of[i] for j in variables_of[n]} - {i}
 
     adjacent = [*map(neighbours, range(len(sizes)))]
-
-    def joint_size(i: int) -> int:
-        return sizes[i] * math.prod([sizes[j] for j in adjacent[i]])
-
-    joint_sizes = {i: joint_size(i) for i, n in enumerate(sizes) if n > 1}
-    queue = [(size, i) for i, size in joint_sizes.items()]
+    joint_sizes = [n * math.prod([sizes[j] for j in adjacent[i]]) if n > 1 else 0 for i, n in enumerate(sizes)]
+    queue = [(size, i) for i, size in enumerate(joint_sizes) if size]
     heapq.heapify(queue)
-    eliminated: list[tuple[int, list[CostTable]]] = []
+    steps: list[_Step] = []
     while queue:
         size, i = heapq.heappop(queue)
-        if joint_sizes.get(i) != size:  # eliminated already, or its size has changed since
+        if joint_sizes[i] != size:  # eliminated already, or its size has changed since
             continue
-        del joint_sizes[i]
+        joint_sizes[i] = 0
         others, numbers = adjacent[i], tables_of[i]
-        bucket = [tables.pop(n) for n in sorted(numbers)]
-        largest_first = sorted(bucket, key=lambda t: -t.costs.size)
-        parts = [largest_first] if size <= max_entries else _mini_buckets(largest_first, sizes, max_entries)
+        bucket = sorted(numbers)
+        largest_first = sorted(bucket, key=lambda n: -entries[n])
+        fits = size <= max_entries
+        groups = [largest_first] if fits else _mini_buckets(largest_first, variables_of, sizes, max_entries)
         for j in others:
             tables_of[j] -= numbers
-        for part in parts:
-            scope = sorted({j for t in part for j in t.variables})
-            least = _joint_table(part, scope, sizes).min(axis=scope.index(i))
-            add(tuple([j for j in scope if j != i]), least)
-        eliminated.append((i, bucket))
+        parts: list[_Part] = []
+        for group in groups:
+            part, left = _part(group, variables_of, i, sizes)
+            parts.append(part)
+            add(left)
+        of = tuple([(n, tuple([j if j != i else -1 for j in variables_of[n]])) for n in bucket])
+        steps.append(_Step(i, of, tuple(parts)))
         for j in others:
             if len(parts) == 1:
                 adjacent[j] |= others
                 adjacent[j] -= {i, j}
             else:
                 adjacent[j] = neighbours(j)
-            if (size := joint_size(j)) != joint_sizes[j]:
+            size = sizes[j] * math.prod([sizes[k] for k in adjacent[j]])
+            if size != joint_sizes[j]:
                 joint_sizes[j] = size
                 heapq.heappush(queue, (size, j))
-    for i, bucket in reversed(eliminated):
-        assignment[i] = int(np.argmin(sum(t.costs_of(i, assignment) for t in bucket)))
-    cost = problem.cost(assignment)
-    return Solution(tuple(assignment), cost, min(bound, cost))
+    return _Order(constants, tuple(steps))
 
 
-def _mini_buckets(bucket: Sequence[CostTable], sizes: Sequence[int], max_entries: int) -> list[list[CostTable]]:
+def _part(
+    numbers: Sequence[int], variables_of: Sequence[tuple[int, ...]], i: int, sizes: Sequence[int]
+) -> tuple[_Part, tuple[int, ...]]:
+    """The sum of the tables of these ``numbers``, minimised over ``i``; and the variables that are left."""
+    tables = [variables_of[n] for n in numbers]
+    scope = sorted(set[int]().union(*tables))
+    shapes = tuple([tuple([sizes[j] if j in variables else 1 for j in scope]) for variables in tables])
+    covered, in_place = {*tables[0]}, list[bool]()
+    for n, variables in enumerate(tables[1:]):
+        in_place.append(n > 0 and covered.issuperset(variables))
+        covered.update(variables)
+    axis = scope.index(i)
+    left = (*scope[:axis], *scope[axis + 1 :])
+    return _Part(tuple(numbers), shapes, tuple(in_place), axis, not left), left
+
+
+def _mini_buckets(
+    bucket: Sequence[int], variables_of: Sequence[tuple[int, ...]], sizes: Sequence[int], max_entries: int
+) -> list[list[int]]:
     """Partitions ``bucket``, the largest table first, so that each part's joint table has at most ``max_entries``
     entries: first fit."""
-    parts: list[list[CostTable]] = []
+    parts: list[list[int]] = []
     scopes: list[set[int]] = []
-    for table in bucket:
+    for n in bucket:
         for part, scope in zip(parts, scopes, strict=True):
-            if math.prod(sizes[j] for j in scope.union(table.variables)) <= max_entries:
-                part.append(table)
-                scope.update(table.variables)
+            if math.prod(sizes[j] for j in scope.union(variables_of[n])) <= max_entries:
+                part.append(n)
+                scope.update(variables_of[n])
                 break
         else:
-            parts.append([table])
-            scopes.append(set(table.variables))
+            parts.append([n])
+            scopes.append(set(variables_of[n]))
     return parts
-
-
-def _joint_table(tables: Sequence[CostTable], scope: Sequence[int], sizes: Sequence[int]) -> Array:
-    """[options of each variable of ``scope``]: the sum of ``tables``. ``scope`` is in increasing order, as the
-    variables of every table are."""
-    first, *others = tables
-    total, covered = _aligned(first, scope, sizes), {*first.variables}
-    for n, table in enumerate(others):
-        in_place = n > 0 and covered.issuperset(table.variables)
-        total = np.add(total, _aligned(table, scope, sizes), out=total if in_place else None)
-        covered.update(table.variables)
-    return total
-
-
-def _aligned(table: CostTable, scope: Sequence[int], sizes: Sequence[int]) -> Array:
-    """The costs with an axis for each variable of ``scope``, of size 1 for those that the table does not mention."""
-    return table.costs.reshape([sizes[j] if j in table.variables else 1 for j in scope])

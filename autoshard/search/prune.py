@@ -74,19 +74,21 @@ class PrunedProblem:
             self._sweep_once(upper_bound)
 
     def _sweep_once(self, upper_bound: float) -> None:
+        minimum, maximum, limit = np.minimum.reduce, np.maximum.reduce, upper_bound * (1 + REL_TOLERANCE)
         for i in self.order:
             unary, incoming, outgoing = self.unary[i], self.incoming[i], self.outgoing[i]
             for edge, reverse in incoming:
-                least = (edge.table + reverse.message[:, None]).min(axis=0) + edge.message
+                least = minimum(edge.table + reverse.message[:, None]) + edge.message
                 edge.message = edge.message - least
                 unary = unary + least
-            least = float(unary.min())
+            least = float(minimum(unary))
             self.bound += least
             unary = unary - least
-            keep = unary <= upper_bound * (1 + REL_TOLERANCE) - self.bound
-            if not keep.all() and keep.any():
-                unary = unary[keep]
-                self._drop_options(i, keep)
+            if maximum(unary) > limit - self.bound:
+                keep = unary <= limit - self.bound
+                if keep.any():
+                    unary = unary[keep]
+                    self._drop_options(i, keep)
             share = unary / max(len(incoming), len(outgoing), 1)
             for edge, _ in outgoing:
                 edge.message = edge.message + share
@@ -96,11 +98,12 @@ class PrunedProblem:
         self.incoming, self.outgoing = self.outgoing, self.incoming
 
     def _drop_options(self, i: int, keep: np.ndarray) -> None:
-        self.options[i] = self.options[i][keep]
+        kept = np.flatnonzero(keep)
+        self.options[i] = self.options[i][kept]
         for edge, reverse in (*self.incoming[i], *self.outgoing[i]):
-            edge.table = np.ascontiguousarray(edge.table[:, keep])
-            reverse.table = reverse.table[keep]
-            edge.message = edge.message[keep]
+            edge.table = edge.table.take(kept, axis=1)
+            reverse.table = reverse.table.take(kept, axis=0)
+            edge.message = edge.message[kept]
 
     def reparametrized(self) -> Problem:
         """The problem of the remaining options: each assignment costs ``bound`` less there than in the original."""
