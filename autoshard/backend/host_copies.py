@@ -35,6 +35,9 @@ from autoshard.machine.host_link import FROM_HOST, layer_seconds
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.plan.record import PlanRecord
 
+Order = tuple[int, ...] | None
+"""Of the dimensions of an array, from major to minor; None: as XLA chooses."""
+
 
 class Wait(NamedTuple):
     """A product of a loop that begins when values of the next iteration have been fetched from the host."""
@@ -44,19 +47,24 @@ class Wait(NamedTuple):
     fetched: tuple[int, ...]
 
 
-def sent(eqn: jx.JaxprEqn) -> list[jx.JaxprEqn]:
+def sent(eqn: jx.JaxprEqn, order: Order = None) -> list[jx.JaxprEqn]:
     """The equations that copy an operand to the host's memory as ``eqn`` does, from a place of its own on the
-    device."""
+    device, in the ``order`` of its dimensions if there is one."""
     space = jx.aval(eqn.outvars[0]).memory_space
-    return jx.splice(lambda x: jax.device_put(_copy(x), space), eqn, eqn.invars)
+    return jx.splice(lambda x: jax.device_put(_ordered(_copy(x), order), space), eqn, eqn.invars)
 
 
-def fetched(eqn: jx.JaxprEqn) -> tuple[list[jx.JaxprEqn], jx.Var]:
-    """The equations that copy an operand to the device's memory as ``eqn`` does, to be read in a place of its own
-    there; and what they fetch."""
-    arrived = jx.new_var(eqn.outvars[0])
+def fetched(eqn: jx.JaxprEqn, order: Order = None) -> tuple[list[jx.JaxprEqn], jx.Var]:
+    """The equations that copy an operand to the device's memory as ``eqn`` does, in the ``order`` of its dimensions if
+    there is one, to be read in a place of its own there; and what they fetch."""
+    space, arrived = jx.aval(eqn.outvars[0]).memory_space, jx.new_var(eqn.outvars[0])
+    fetch = jx.splice(lambda x: _ordered(jax.device_put(x, space), order), eqn.replace(outvars=[arrived]), eqn.invars)
     own = jx.splice(lambda x: jax.lax.optimization_barrier(_copy(x)), eqn, [arrived])
-    return [eqn.replace(outvars=[arrived]), *own], arrived
+    return [*fetch, *own], arrived
+
+
+def _ordered(x: jax.Array, order: Order) -> jax.Array:
+    return x if order is None else with_layout_constraint(x, Layout(order))
 
 
 def products_that_wait(graph: Graph, plan: PlanRecord) -> dict[int, Wait]:
@@ -80,13 +88,15 @@ def _product_after(
     seconds: float, graph: Graph, inside: Sequence[int], mesh: LogicalMesh
 ) -> tuple[int, tuple[int, ...]]:
     """The first product of a loop before which others take ``seconds``, or the last one, with its operands, those
-    first that are there first. Gradients may all come after a product that others read."""
+    first that are there first. Gradients may all come after a product that others read, and do where SparseCores
+    scatter them."""
     ready, gradients = _seconds_before(graph, inside, mesh), gradients_of(graph)
+    late = mesh.hardware.sparse_core_collectives
 
     def is_gradient(n: int) -> bool:
         return not gradients.isdisjoint(graph.nodes[n].results)
 
-    order = sorted(inside, key=lambda n: (ready[n][0], is_gradient(n), n))
+    order = sorted(inside, key=lambda n: (late and is_gradient(n), ready[n][0], is_gradient(n), n))
     before = {True: 0.0, False: 0.0}  # a gradient, and what others read
     found = order[-1]
     for n in order:
@@ -153,12 +163,12 @@ def in_one_layout(
     starts, ends, before, after = list(body.invars), list(body.outvars), list[jx.JaxprEqn](), list[jx.JaxprEqn]()
     for k in range(groups.consts + groups.carry, len(starts)):
         stack, row = scan.invars[k], starts[k]
-        if isinstance(stack, jx.Var) and stack in stacks and (order := _order(row, shard_shape(row), lanes)):
+        if isinstance(stack, jx.Var) and stack in stacks and (order := one_order(row, shard_shape(row), lanes)):
             starts[k] = jx.Var(row.aval)
             before += _in_layout(starts[k], row, order, scan)
     for k in range(groups.carry, len(ends)):
         row = ends[k]
-        if scan.outvars[k] in stacks and isinstance(row, jx.Var) and (order := _order(row, shard_shape(row), lanes)):
+        if scan.outvars[k] in stacks and isinstance(row, jx.Var) and (order := one_order(row, shard_shape(row), lanes)):
             ends[k] = made = jx.Var(row.aval)
             after += _in_layout(row, made, order, scan)
     if not before and not after:
@@ -170,7 +180,7 @@ def _on_host(var: jx.Var) -> bool:
     return jx.aval(var).memory_space == jax.memory.Space.Host
 
 
-def _order(var: jx.Var, shape: Sequence[int], lanes: int) -> tuple[int, ...] | None:
+def one_order(var: jx.Var, shape: Sequence[int], lanes: int) -> Order:
     """The dimensions of ``var``, whose shards have ``shape``, from major to minor; None where XLA has not been seen to
     choose two layouts: for an attention's result, of five dimensions, and for the sums of its rows, which fill no
     lanes."""

@@ -25,6 +25,7 @@ from autoshard.backend.host_copies import (
     Wait,
     fetched,
     in_one_layout,
+    one_order,
     products_that_wait,
     sent,
     stacks_beside_copies,
@@ -360,10 +361,12 @@ class _Lowering:
     def _equation(self, eqn: jx.JaxprEqn, invars: list[jx.Var | jx.Literal]) -> list[jx.JaxprEqn]:
         """``eqn`` itself, in row-major layout where XLA for CPU would refuse another one."""
         eqn = eqn.replace(invars=invars)
-        if self._moves(eqn) and jx.aval(eqn.outvars[0]).memory_space == jax.memory.Space.Host:
-            return sent(eqn)
         if self._moves(eqn):
-            eqns, self.fetched[self.value_of[eqn.outvars[0]]] = fetched(eqn)
+            (result,) = eqn.outvars
+            order = one_order(result, self._shard_shape(result), self.islands.logical_mesh.hardware.tile[1])
+            if jx.aval(result).memory_space == jax.memory.Space.Host:
+                return sent(eqn, order)
+            eqns, self.fetched[self.value_of[result]] = fetched(eqn, order)
             return eqns
         on_cpu = self.islands.mesh.devices.flat[0].platform == "cpu"
         if not on_cpu or not self.traits(eqn.primitive).row_major_on_cpu:

@@ -2,8 +2,8 @@
 
 XLA for TPU sends a layer's value while it computes the next layer, and fetches one while it computes the layer before
 (`autoshard.backend.host_copies`); in each direction the link takes one after the other. A device waits for what takes
-longer than that. So it is on v5e and v6e (`Hardware.hidden_host_copies`). On v5p XLA fetches too late; v4, v7x and GPUs
-have not been measured, and XLA for CPU has one memory: there nothing counts as hidden.
+longer than that. So it is on v5e, v5p and v6e (`Hardware.hidden_host_copies`). v4, v7x and GPUs have not been measured,
+and XLA for CPU has one memory: there nothing counts as hidden.
 """
 
 from __future__ import annotations

@@ -97,12 +97,12 @@ def train(params, x):
 
 def arguments(tokens, width, dtype):
     w = jax.ShapeDtypeStruct((LAYERS, width, width), dtype)
-    return dict.fromkeys(("first", "second", "third"), w), jax.ShapeDtypeStruct((tokens, width), dtype)
+    return dict.fromkeys(("first", "second", "third"), w), jax.ShapeDtypeStruct((8, tokens // 8, width), dtype)
 
 
-def planned(tokens, width, dtype, *on_host, fun=train):
+def planned(tokens, width, dtype, *on_host, mesh=MESH):
     recompute = dict.fromkeys(on_host, "host")
-    step = autoshard.jit(fun, mesh=MESH, strategy="dp", donate_argnums=0, memory_budget="100GiB", recompute=recompute)
+    step = autoshard.jit(train, mesh=mesh, strategy="dp", donate_argnums=0, memory_budget="10TiB", recompute=recompute)
     return step.plan(*arguments(tokens, width, dtype))
 
 
@@ -114,10 +114,20 @@ def backward(jaxpr):
 
 @pytest.mark.parametrize("on_host", [(), ("a",), ("a", "b")])
 def test_a_loop_fetches_what_the_next_iteration_reads(on_host):
-    """By the number of the iteration once what it carries is there; the numbers are those of the plain step."""
+    """By the number of the iteration once what it carries is there, in the layout in which it was sent; the numbers are
+    those of the plain step."""
     plan = planned(64, 128, "float32", *on_host)
     devices = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     scan = backward(jaxpr := constrain(plan.study.graph, plan, devices))
+    placed = {
+        v: e.params["layout"] for e in jx.walk(jaxpr) for v in e.outvars if e.primitive.name == "layout_constraint"
+    }
+    ways = [e for e in jx.walk(jaxpr) if e.primitive.name == "device_put"]
+    there = [placed[e.invars[0]] for e in ways if jx.aval(e.outvars[0]).memory_space == jax.memory.Space.Host]
+    back = [e for e in ways if jx.aval(e.outvars[0]).memory_space == jax.memory.Space.Device]
+    assert [x.major_to_minor for x in there] == [(0, 1, 2)] * len(on_host)
+    assert len(back) == 2 * len(on_host)  # the first one comes before the loop
+    assert all(any(e.outvars[0] in f.invars for f in jx.walk(jaxpr) if f.outvars[0] in placed) for e in back)
     groups, (region,) = jx.scan_groups(scan), jx.regions(scan)
     body, host = region.body, jax.memory.Space.Host
     made = {v: e for e in body.eqns for v in e.outvars}
@@ -187,6 +197,15 @@ def test_where_there_are_no_gradients_what_others_read_waits(tokens, before):
     ((n, wait),) = products_that_wait(graph, plan).items()
     assert [m for m, node in enumerate(graph.nodes) if node.kind.flops].index(n) == before
     assert graph.nodes[n].kind.shapes[wait.operands[0]] == (8192, 8192)
+
+
+@pytest.mark.parametrize(("width", "waiting"), [(65536, 3), (32768, 5), (8192, 4)])
+def test_where_sparse_cores_scatter_gradients_these_come_last(width, waiting):
+    """A copy takes as long as 1.6 products at a width of 32,768 there, of the three that others read."""
+    plan = planned(65536, width, "bfloat16", "a", mesh=MeshConfig(axes={"data": 8}, tpu="v6e:2x4"))
+    graph, ((n, _),) = plan.study.graph, products_that_wait(plan.study.graph, plan).items()
+    products = [n for n, node in enumerate(graph.nodes) if node.kind.flops and node.phase == BACKWARD]
+    assert products.index(n) == waiting  # each gradient before what others read
 
 
 def test_what_takes_longer_than_the_loop_is_there_before_its_last_product():

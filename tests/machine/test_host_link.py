@@ -31,7 +31,7 @@ def test_where_they_run_beside_products():
     assert copies_beside_products(tpus)
     assert not copies_beside_products(mesh("tpu-v5e"))
     assert hides_copies(tpus)
-    late = replace(tpus, hardware=mesh("tpu-v5p").hardware)
+    late = replace(tpus, hardware=mesh("tpu-v4").hardware)
     assert copies_beside_products(late)
     assert not hides_copies(late)
     assert not copies_beside_products(replace(tpus, hardware=mesh("cpu").hardware))
