@@ -120,8 +120,8 @@ class MemoryBudgetError(PlanError):
 
     def again(self) -> MemoryBudgetError:
         """The same error, which was not raised yet: one that was keeps alive what it came from."""
-        said = {"of_arguments": self.of_arguments, "unsearched": self.unsearched, "none_faster": self.none_faster}
-        return MemoryBudgetError(str(self), self.least, self.fastest, **said)
+        told = {"of_arguments": self.of_arguments, "unsearched": self.unsearched, "none_faster": self.none_faster}
+        return MemoryBudgetError(str(self), self.least, self.fastest, **told)
 
 
 class ConfigError(AutoshardError):
