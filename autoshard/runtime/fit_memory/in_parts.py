@@ -16,12 +16,7 @@ from autoshard.pipelining.chain import has_chain
 from autoshard.plan.planner import PlanRequest, budget_of
 from autoshard.runtime.fit_memory.preference import MIN_GAIN, axes_of_batch, is_memory_bound, preference
 from autoshard.runtime.fit_memory.time_bounds import TimeBounds
-from autoshard.runtime.fit_memory.within_budget import (
-    RuledOut,
-    plan_unless_ruled_out,
-    plan_within_budget,
-    with_each_optional,
-)
+from autoshard.runtime.fit_memory.within_budget import plan_within_budget, with_each_optional
 from autoshard.runtime.options import Options, memory_saving_sequences
 from autoshard.runtime.stages import Planned, least_memory, plan_program, run_passes
 from autoshard.schedule.schedule import Schedule
@@ -94,18 +89,13 @@ def _plan_in_parts(
             raise SpecError(f"for each of {options.microbatches} micro-batches: {e}") from None
     if traced.pipeline is not None:
         return _plan_staged(traced, options, request, to_beat)
-    fitting, ruled_out = list[Planned](), None
     try:
-        outcome = plan_unless_ruled_out(traced, options, request, bounds=bounds)
-        if isinstance(outcome, RuledOut):
-            ruled_out, why = outcome, outcome.error
-        else:
-            whole, is_short = outcome
-            if not is_short or whole.plan.cost.seconds <= (1 + MIN_GAIN) * bounds.seconds(options.passes):
-                return whole
-            fitting, why = [whole], f"the fastest plan takes {time_text(whole.plan.cost.seconds)}"
+        whole, is_short = plan_within_budget(traced, options, request, bounds=bounds)
+        if not is_short or whole.plan.cost.seconds <= (1 + MIN_GAIN) * bounds.seconds(options.passes):
+            return whole
+        fitting, why = [whole], f"the fastest plan takes {time_text(whole.plan.cost.seconds)}"
     except MemoryBudgetError as e:
-        why = e
+        fitting, why = list[Planned](), e
     variants, parts_of = options.microbatch.variants(traced), _Parts(traced, options, request, fitting)
     note = functools.partial(with_note, traced)
     alone: Sequence[Pass] = ()
@@ -120,14 +110,9 @@ def _plan_in_parts(
             fitting.append(note(parts_of.plan_within_budget(parts), parts, why))
     if not fitting:
         assert isinstance(why, MemoryBudgetError)
-        try:
-            if ruled_out is not None:
-                return ruled_out.searched()
-            raise why
-        except MemoryBudgetError as e:
-            if (cause := options.microbatch.why_none(traced)) is None:
-                raise
-            raise MemoryBudgetError(f"{e}; {cause}", e.least, e.fastest) from None
+        if (cause := options.microbatch.why_none(traced)) is not None:
+            raise MemoryBudgetError(f"{why}; {cause}", why.least, why.fastest)
+        raise why
     return min(fitting, key=lambda p: preference(p.plan))
 
 
@@ -142,17 +127,16 @@ class _Parts:
         """In fewer parts the fastest layout does not fit, and in these it is slower than what fits whole."""
         self.planned: dict[tuple[Pass, tuple[Pass, ...]], Planned | None] = {}
 
-    def plan(self, parts: Pass, *, saving: bool = False, slower: float = math.inf) -> Planned | None:
-        """The plan in ``parts``, if one fits; ``slower`` as in `plan_program`."""
+    def plan(self, parts: Pass, *, saving: bool = False) -> Planned | None:
+        """The plan in ``parts``, if one fits."""
         (program, asked), passes = self._in(parts), self._passes(parts, saving=saving)
         if (parts, passes) not in self.planned:
             self.planned[parts, passes] = None
             to_beat = math.inf if saving else self.to_beat
             try:
-                found = plan_program(program, passes, asked, to_beat, gives_up=True, slower=slower)
-                self.planned[parts, passes] = found
+                self.planned[parts, passes] = plan_program(program, passes, asked, to_beat, gives_up=True)
             except MemoryBudgetError as e:
-                self.too_slow = self.too_slow or (e.none_faster and e.fastest >= self.to_beat)
+                self.too_slow = self.too_slow or e.none_faster
         return self.planned[parts, passes]
 
     def plan_within_budget(self, parts: Pass) -> Planned:
@@ -184,10 +168,8 @@ class _Parts:
         """Whether the fastest layout in ``parts`` fits, or makes the step too slow."""
         if self.too_slow:
             return True
-        # What takes `MIN_GAIN` longer than the fastest layout is not enough; where nothing fits whole, however long.
-        slower = 1 + MIN_GAIN if math.isinf(self.to_beat) else math.inf
         try:
-            found = self.plan(parts, slower=slower)
+            found = self.plan(parts)
         except SpecError:  # a preset cannot split so small a part
             return True
         if self.too_slow or found is None or not is_memory_bound(found.plan):

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -52,78 +52,32 @@ def plan_within_budget(
 
     Args:
       to_beat: seconds of a step. Once a pipeline fits, optional passes with which none is faster are not pursued.
-      bounds: learn what is found here. Without, it is not asked how fast the usual passes are where they cannot fit.
+      bounds: learn what is found here.
       known: plans of ``traced`` within that budget, by their passes.
 
     Raises:
       MemoryBudgetError: nothing fits; the message is about the passes with the lowest peak.
     """
-    found = plan_unless_ruled_out(traced, options, request, to_beat, bounds, known)
-    return (found.searched(), True) if isinstance(found, RuledOut) else found
-
-
-def plan_unless_ruled_out(
-    traced: Program,
-    options: Options,
-    request: PlanRequest,
-    to_beat: float = math.inf,
-    bounds: TimeBounds | None = None,
-    known: Mapping[tuple[Pass, ...], Planned] = MappingProxyType({}),
-) -> tuple[Planned, bool] | RuledOut:
-    """As `plan_within_budget`, but where nothing fits that was searched for, nothing is that a bound rules out."""
-    plans, gives_up = _Plans(traced, options, request, to_beat, bounds or TimeBounds(), known), bounds is None
-    is_short = not plans.attempt(options.passes, gives_up=gives_up)
+    plans = _Plans(traced, options, request, to_beat, bounds or TimeBounds(), known)
+    is_short = not plans.attempt(options.passes, gives_up=False)
     if plans.errors and plans.errors[0].of_arguments:
         raise plans.errors[0]
-    plans.roomy = () if plans.fitting else tuple(with_each_optional(traced, options.passes, options, saving=None))
-    for ran in plans.roomy:
-        is_short = not plans.attempt(options.passes, ran, gives_up=gives_up) and is_short
+    roomy = () if plans.fitting else tuple(with_each_optional(traced, options.passes, options, saving=None))
+    for ran in roomy:
+        is_short = not plans.attempt(options.passes, ran, gives_up=False) and is_short
     is_short = is_short or not plans.fitting
     if is_short:
         _save_memory(plans)
-        if plans.unsearched and not plans.fitting:
-            return RuledOut(plans)
-    return _fastest(plans, is_short=is_short), is_short
-
-
-@dataclass(frozen=True)
-class RuledOut:
-    """Nothing fits that was searched for, and a bound rules out the rest."""
-
-    plans: _Plans
-
-    @property
-    def error(self) -> MemoryBudgetError:
-        """What is searched for, or needed at least, of that which needs the least."""
-        return self.plans.error((*self.plans.errors, *(u.error for u in self.plans.unsearched)))
-
-    def searched(self) -> Planned:
-        """The plan where the rest is searched for too: layouts that no layout problem expresses, such as a preset's,
-        may fit.
-
-        Raises:
-          MemoryBudgetError: nothing fits; the message is about the passes with the lowest peak.
-        """
-        return _fastest(self.plans, is_short=True)
-
-
-def _fastest(plans: _Plans, *, is_short: bool) -> Planned:
-    """The fastest plan, once values are held one by one where memory is short, and optional passes are tried.
-
-    Raises:
-      MemoryBudgetError: nothing fits.
-    """
-    if is_short:
         plans.search_smallest()
-        if plans.traced.pipeline is None and plans.options.memory_saving_passes:
+        if traced.pipeline is None and options.memory_saving_passes:
             _hold_by_value(plans)
     if not plans.fitting:
-        raise plans.error(plans.errors) from None
-    _try_faster(plans, plans.roomy)
-    found, budget = plans.fastest().planned, budget_of(plans.request, plans.traced)
+        raise plans.error() from None
+    _try_faster(plans, {*roomy})
+    found, budget = plans.fastest().planned, budget_of(request, traced)
     if math.isfinite(budget):  # what was planned into less
         found = found._replace(plan=replace(found.plan, memory_budget=budget))
-    return found
+    return found, is_short
 
 
 class _Fit(NamedTuple):
@@ -142,8 +96,8 @@ class _Fit(NamedTuple):
 class _Unsearched(NamedTuple):
     """Passes after which every layout that the layout problem can express takes more than the budget."""
 
-    error: MemoryBudgetError
-    """Has the lower bound on the bytes per device of these."""
+    least: float
+    """Lower bound on the bytes per device of these."""
     passes: tuple[Pass, ...]
     """Without the optional ones."""
     ran: tuple[Pass, ...]
@@ -164,18 +118,12 @@ class _Plans:
         self.traced, self.options, self.request = traced, options, request
         self.to_beat, self.bounds, self.known = to_beat, bounds, known
         self.fitting: list[_Fit] = []
-        self.refusal: MemoryBudgetError | None = None
-        """Why the first sequence that was planned does not fit, where it does not."""
         self.errors: list[MemoryBudgetError] = []
         self.errors_within: list[MemoryBudgetError] = []
         """Of what was planned into less than the budget."""
         self.unsearched: list[_Unsearched] = []
-        self.roomy: Sequence[tuple[Pass, ...]] = ()
-        """The usual passes with each optional one that makes room, where they were tried."""
         self.tried = set[tuple[Pass, ...]]()
         """Sequences that were planned as they are."""
-        self.held: dict[tuple[tuple[Pass, ...], tuple[Pass, ...]], tuple[PlanRecord | None, float]] = {}
-        """What `_attempt_within` found, by the passes without the optional ones and with them."""
 
     def attempt(
         self,
@@ -199,10 +147,8 @@ class _Plans:
             planned = self.known.get(ran) if within is None else None
             planned = planned or plan_program(self.traced, ran, within or self.request, to_beat, gives_up=gives_up)
         except MemoryBudgetError as e:
-            if len(self.tried) == 1:
-                self.refusal = e
             if e.unsearched:
-                self.unsearched.append(_Unsearched(e, passes, ran))
+                self.unsearched.append(_Unsearched(e.least, passes, ran))
                 return False
             self.bounds.learn(passes, e)
             if e.none_faster:
@@ -217,7 +163,7 @@ class _Plans:
         self.bounds.learn(passes, plan)
         if passes is not usual:
             added = ", ".join(str(p) for p in passes if p not in usual)
-            without = self.refusal or faster_but_larger(self.fitting[0].plan)
+            without = self.errors[0] if self.errors else faster_but_larger(self.fitting[0].plan)
             note = Diagnostic(f"{added} was added: without it, {without}")
             plan = replace(plan, diagnostics=(*plan.diagnostics, note))
         self.fitting.append(_Fit(planned._replace(plan=plan), passes, ran))
@@ -225,10 +171,10 @@ class _Plans:
 
     def search_smallest(self) -> None:
         """Where nothing fits, searches after the passes with which less may do than after those that were searched
-        for, if any were: the error names what the smallest takes, and layouts that no layout problem expresses, such as
-        a preset's, may fit."""
-        for bound, passes, ran in sorted(self.unsearched, key=lambda found: found.error.least):
-            if self.fitting or bound.least >= min([math.inf, *(e.least for e in self.errors)]):
+        for: the error names what the smallest takes, and layouts that no layout problem expresses, such as a preset's,
+        may fit."""
+        for least, passes, ran in sorted(self.unsearched, key=lambda found: found.least):
+            if self.fitting or least >= min(e.least for e in self.errors):
                 return
             self.attempt(passes, ran, gives_up=False)
 
@@ -247,13 +193,13 @@ class _Plans:
         """The usual passes, and those that save memory, in increasing order of what they save."""
         return [self.options.passes, *memory_saving_sequences(self.traced, self.options)]
 
-    def error(self, errors: Sequence[MemoryBudgetError]) -> MemoryBudgetError:
-        """Of ``errors`` that of what needs the least."""
+    def error(self) -> MemoryBudgetError:
+        """Of what needs the least."""
         hint, usual = "; or pass passes=['recompute:full']", self.options.passes
         if saving := self.options.memory_saving_passes:
             hint = f" (with {', '.join(str(p) for p in saving if p not in usual)})"
-        lowest = min(reversed(errors), key=lambda e: e.least)
-        fastest = min((e.fastest for e in errors if e.fastest), default=0.0)
+        lowest = min(reversed(self.errors), key=lambda e: e.least)
+        fastest = min((e.fastest for e in self.errors if e.fastest), default=0.0)
         return MemoryBudgetError(f"{lowest}{hint}", lowest.least, fastest)
 
 
@@ -371,14 +317,12 @@ def _optional_saving(plans: _Plans, start: _Fit) -> Iterator[Pass]:
 def _attempt_within(
     plans: _Plans, passes: tuple[Pass, ...], ran: tuple[Pass, ...], within: PlanRequest
 ) -> tuple[PlanRecord | None, float]:
-    """The plan with these passes within the budget of ``within``, which is that of all that is held by value, or None
-    and the least that it takes. From different plans the same may be held: it is planned once."""
-    if (passes, ran) not in plans.held:
-        count = len(plans.fitting)
-        plans.attempt(passes, ran, within, gives_up=False)
-        fits = len(plans.fitting) > count
-        plans.held[passes, ran] = (plans.fitting[-1].plan, 0.0) if fits else (None, plans.errors_within[-1].least)
-    return plans.held[passes, ran]
+    """The plan with these passes within the budget of ``within``, or None and the least that it takes."""
+    count = len(plans.fitting)
+    plans.attempt(passes, ran, within, gives_up=False)
+    if len(plans.fitting) > count:
+        return plans.fitting[-1].plan, 0.0
+    return None, plans.errors_within[-1].least
 
 
 def _try_faster(plans: _Plans, tried: Container[tuple[Pass, ...]]) -> None:
