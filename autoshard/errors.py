@@ -118,11 +118,6 @@ class MemoryBudgetError(PlanError):
         self.least, self.fastest = least, fastest
         self.of_arguments, self.unsearched, self.none_faster = of_arguments, unsearched, none_faster
 
-    def again(self) -> MemoryBudgetError:
-        """The same error, which was not raised yet: one that was keeps alive what it came from."""
-        told = {"of_arguments": self.of_arguments, "unsearched": self.unsearched, "none_faster": self.none_faster}
-        return MemoryBudgetError(str(self), self.least, self.fastest, **told)
-
 
 class ConfigError(AutoshardError):
     """A configuration file with a missing, unknown or invalid entry.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Generator, Hashable
+from collections.abc import Generator
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from autoshard.machine.mesh import LogicalMesh
 from autoshard.pipelining.stage_dims import least_arguments
 from autoshard.plan.planner import PlanRequest, budget_of, pipelined_plan, plan_from_candidate
 from autoshard.plan.record import PlanRecord
-from autoshard.search.candidates import Candidate, Search, SearchSpace
+from autoshard.search.candidates import Search
 from autoshard.search.search import search
 from autoshard.transforms.pipeline import KeptPrograms, Pass, Pipeline
 from autoshard.units import size_text
@@ -27,56 +27,20 @@ MAX_BUDGETS = 4
 """Budgets that are tried, each less than the one before, for a pipeline to fit in memory."""
 
 
-MAX_KEPT_NODES = 1 << 14
-"""Most nodes of the graphs that are kept with what was searched for in them, beside the last one's."""
-MAX_KEPT_ENTRIES = 1 << 25
-"""Most entries of the tables of their layout problems."""
 MIN_GAIN = 0.02
 """Least share of the step's time that a schedule must gain for a layout to be tried that leaves room for it."""
 
 
-class _Searched(NamedTuple):
-    """What searches of one graph share, and what they found, by all that they were asked."""
-
-    space: SearchSpace
-    outcomes: dict[Hashable, tuple[Candidate, Search] | MemoryBudgetError]
-
-    @property
-    def entries(self) -> int:
-        """Of the tables that it keeps alive: those of the layout problem, where that was solved."""
-        return self.space.problem.entries if "problem" in vars(self.space) else 0
-
-
 class _Kept:
-    """What programs that are planned together share: programs after passes, kinds of operations, and searches."""
+    """What programs that are planned together share: programs after passes, and kinds of operations."""
 
     def __init__(self) -> None:
         self.programs = KeptPrograms()
         self._kinds: dict[tuple[LogicalMesh, int], OpKinds] = {}
-        self._searched: dict[Hashable, _Searched] = {}
-        """By all that a search reads of a graph, the one asked for last at the end."""
 
     def kinds(self, program: Program) -> OpKinds:
         """Of all programs on its mesh that have its rules, which the one that was traced keeps alive."""
         return self._kinds.setdefault((program.mesh, id(program.rules)), OpKinds())
-
-    def searched(self, graph: Graph) -> _Searched:
-        """That of ``graph``, or of an equal one: after different passes a program may be the same."""
-        program = graph.program
-        pins = tuple(graph.pins.items()), tuple(graph.unconstrained_dims.items())
-        ends = program.inputs, program.outputs, program.carries, graph.inputs, graph.outputs
-        key = program.name, program.mesh, graph.nodes, graph.values, graph.loops, pins, ends
-        found = self._searched.pop(key, None) or _Searched(SearchSpace(graph), {})
-        self._searched[key] = found
-        nodes, entries = (sum(each) for each in zip(*map(_sizes, self._searched.values()), strict=True))
-        while len(self._searched) > 1 and (nodes > MAX_KEPT_NODES or entries > MAX_KEPT_ENTRIES):
-            dropped = _sizes(self._searched.pop(next(iter(self._searched))))
-            nodes, entries = nodes - dropped[0], entries - dropped[1]
-        return found
-
-
-def _sizes(searched: _Searched) -> tuple[int, int]:
-    return len(searched.space.graph.nodes), searched.entries
 
 
 _kept: ContextVar[_Kept | None] = ContextVar("kept", default=None)
@@ -99,13 +63,12 @@ def plan_program(
     to_beat: float = math.inf,
     *,
     gives_up: bool = False,
-    slower: float = math.inf,
 ) -> Planned:
     """Plans ``traced`` after ``passes``.
 
     Args:
       to_beat: seconds of a step. Of a pipeline that is slower no layout is searched for that needs less memory.
-      gives_up, slower: as in `search`; a pipeline does not.
+      gives_up: as in `search`; a pipeline does not.
 
     Raises:
       PassError: a pass broke the program.
@@ -116,7 +79,7 @@ def plan_program(
     with stage("graph", traced.name):
         graph = _graph(program, request)
     if program.pipeline is None:
-        return Planned(traced, graph, _search(graph, request, to_beat, gives_up=gives_up, slower=slower))
+        return Planned(traced, graph, _search(graph, request, to_beat, gives_up=gives_up))
     return Planned(traced, graph, _search_pipelined(graph, request, to_beat))
 
 
@@ -127,7 +90,7 @@ def least_memory(traced: Program, passes: tuple[Pass, ...], request: PlanRequest
     if program.pipeline is not None or request.strategy != "auto":
         return 0.0
     with stage("bound", traced.name):
-        return _searched(_graph(program, request)).space.least_peak
+        return Search(_graph(program, request), math.inf).least_peak
 
 
 def _graph(program: Program, request: PlanRequest) -> Graph:
@@ -135,25 +98,14 @@ def _graph(program: Program, request: PlanRequest) -> Graph:
     return build_graph(program, strict=request.strict, kinds=kept and kept.kinds(program))
 
 
-def _searched(graph: Graph) -> _Searched:
-    kept = _kept.get()
-    return _Searched(SearchSpace(graph), {}) if kept is None else kept.searched(graph)
-
-
-def _search(graph: Graph, request: PlanRequest, to_beat: float, *, gives_up: bool, slower: float) -> PlanRecord:
-    name, budget, (space, outcomes) = graph.program.name, budget_of(request, graph.program), _searched(graph)
-    asked = request.strategy, budget, request.compiler_options
-    if (key := (*asked, to_beat, gives_up, slower)) not in outcomes:
-        with stage("search", name):
-            try:
-                found = search(graph, *asked, to_beat=to_beat, gives_up=gives_up, slower=slower, space=space)
-                outcomes[key] = found
-            except MemoryBudgetError as e:
-                outcomes[key] = e.again()
-    if isinstance(outcome := outcomes[key], MemoryBudgetError):
-        raise outcome.again()
+def _search(graph: Graph, request: PlanRequest, to_beat: float, *, gives_up: bool) -> PlanRecord:
+    name, budget = graph.program.name, budget_of(request, graph.program)
+    with stage("search", name):
+        best, found = search(
+            graph, request.strategy, budget, request.compiler_options, to_beat=to_beat, gives_up=gives_up
+        )
     with stage("plan", name):
-        return plan_from_candidate(graph, *outcome, request)
+        return plan_from_candidate(graph, best, found, request)
 
 
 def _search_pipelined(graph: Graph, request: PlanRequest, to_beat: float) -> PlanRecord:

@@ -22,10 +22,8 @@ from autoshard.ir.dim_classes import ArgumentRoles, DimClass, argument_roles
 from autoshard.ir.graph import Graph, loop_constants
 from autoshard.ir.propagate import Layout, propagate
 from autoshard.ir.spec import Axes, Spec, replicated
-from autoshard.search.build_problem import MAX_AXES, build_problem, value_options
-from autoshard.search.eliminate import Solution
-from autoshard.search.layout_problem import LayoutProblem, least_sizes
-from autoshard.search.solve import solve_without_budgets
+from autoshard.search.build_problem import MAX_AXES, value_options
+from autoshard.search.layout_problem import least_sizes
 from autoshard.search.value_groups import ValueGroups
 
 BOUND_TOLERANCE = 2e-6
@@ -70,11 +68,26 @@ class Candidate:
         return (over, self.cost.seconds, self.memory.peak)
 
 
-class SearchSpace:
-    """A graph with its models, and what searches of it ask for whatever their budget: computed once for all of them."""
+@dataclass
+class Search:
+    """The state of a search: one graph with its models, and every candidate priced so far."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.cost_model = CostModel(graph)
+    graph: Graph
+    budget: float
+    """Bytes per device."""
+    options: CompilerOptions = ()
+    """Compiler options that the user gave."""
+    cost_model: CostModel = field(init=False)
+    memory_model: MemoryModel = field(init=False)
+    bound: float = 0.0
+    """Lower bound on the predicted seconds of every layout that the layout problem of this graph can express within the
+    budget; 0 if nothing was proven."""
+    tried: dict[Choice, Candidate] = field(default_factory=dict[Choice, Candidate])
+    priced_layouts: dict[Any, tuple[Cost, Memory, bool]] = field(default_factory=dict[Any, tuple[Cost, Memory, bool]])
+    """By specs of the values and strategies of the nodes: different choices can have one layout."""
+
+    def __post_init__(self) -> None:
+        self.cost_model = CostModel(self.graph)
         self.graph = self.cost_model.graph
         self.memory_model = MemoryModel(self.graph, self.cost_model)
         self.axes = self.graph.program.mesh.nontrivial_axes
@@ -112,53 +125,6 @@ class SearchSpace:
     def groups(self) -> ValueGroups:
         """The value groups of the graph, on any mesh."""
         return ValueGroups(self.graph)
-
-    @functools.cached_property
-    def problem(self) -> LayoutProblem:
-        """The layout problem of the graph, on at most `MAX_AXES` axes."""
-        return build_problem(self.graph, groups=self.groups)
-
-    @functools.cached_property
-    def relaxed(self) -> Solution:
-        """The solution of `problem`, memory ignored."""
-        return solve_without_budgets(self.problem.problem)
-
-
-@dataclass
-class Search:
-    """The state of a search within one budget: every candidate priced so far."""
-
-    space: SearchSpace
-    budget: float
-    """Bytes per device."""
-    options: CompilerOptions = ()
-    """Compiler options that the user gave."""
-    bound: float = 0.0
-    """Lower bound on the predicted seconds of every layout that the layout problem of this graph can express within the
-    budget; 0 if nothing was proven."""
-    tried: dict[Choice, Candidate] = field(default_factory=dict[Choice, Candidate])
-    priced_layouts: dict[Any, tuple[Cost, Memory, bool]] = field(default_factory=dict[Any, tuple[Cost, Memory, bool]])
-    """By specs of the values and strategies of the nodes: different choices can have one layout."""
-
-    def __post_init__(self) -> None:
-        space = self.space
-        self.graph, self.cost_model, self.memory_model = space.graph, space.cost_model, space.memory_model
-        self.axes = space.axes
-
-    @property
-    def roles(self) -> ArgumentRoles:
-        """Of the graph's arguments."""
-        return self.space.roles
-
-    @property
-    def classes(self) -> tuple[DimClass, ...]:
-        """The dimension classes that a choice decides."""
-        return self.space.classes
-
-    @property
-    def frozen(self) -> frozenset[int]:
-        """Flat positions of arguments that are parameters too, though they are not carried."""
-        return self.space.frozen
 
     @property
     def batch_classes(self) -> list[int]:

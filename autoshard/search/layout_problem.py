@@ -5,7 +5,6 @@ And which options the variables have under a preset (`StrategyLimits`).
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -36,11 +35,6 @@ class LayoutProblem:
     """Of each choosing node: its variable, and the axes of its factors under each option."""
     slack: float
     """Seconds by which an assignment can cost more here than its layout: the most that argument bytes can cost."""
-
-    @functools.cached_property
-    def entries(self) -> int:
-        """Of its tables."""
-        return sum([table.size for table in self.problem.pairwise.values()])
 
     def factor_axes(self, assignment: Sequence[int]) -> dict[int, FactorAxes]:
         """The axes of the factors of every choosing node."""

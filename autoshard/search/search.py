@@ -20,7 +20,7 @@ from autoshard.errors import ArgumentError, MemoryBudgetError, nearest
 from autoshard.ir.graph import Graph
 from autoshard.ir.spec import Spec
 from autoshard.search.call_ends import EQUALLY_FAST, revise_ends
-from autoshard.search.candidates import Candidate, Choice, Search, SearchSpace
+from autoshard.search.candidates import Candidate, Choice, Search
 from autoshard.search.solved_layouts import solve_layouts
 from autoshard.search.spec_tables import all_splits
 from autoshard.search.strategies import PRESETS, preset_choices
@@ -46,8 +46,6 @@ def search(
     *,
     to_beat: float = math.inf,
     gives_up: bool = False,
-    slower: float = math.inf,
-    space: SearchSpace | None = None,
 ) -> tuple[Candidate, Search]:
     """The cheapest layout found for ``strategy`` with predicted peak memory of at most ``budget`` bytes per device, and
     all that was priced.
@@ -58,15 +56,12 @@ def search(
         less.
       gives_up: whether to end at once where it is proven that no layout that the layout problem can express fits: the
         error then names what each needs at least, and not how fast one would be.
-      slower: the search ends, too, where it is proven that each such layout that fits takes so many times as long as
-        the fastest one.
-      space: that of ``graph``, where it was searched before.
 
     Raises:
       MemoryBudgetError: no layout that was priced fits; names the smallest.
       ArgumentError, SpecError: as `explore`.
     """
-    found, s = explore(graph, strategy, budget, options, to_beat=to_beat, gives_up=gives_up, slower=slower, space=space)
+    found, s = explore(graph, strategy, budget, options, to_beat=to_beat, gives_up=gives_up)
     if found.memory.peak > budget:
         raise MemoryBudgetError(_over_budget_message(s), _least(s), min(c.cost.seconds for c in s.tried.values()))
     return found, s
@@ -80,28 +75,25 @@ def explore(
     *,
     to_beat: float = math.inf,
     gives_up: bool = False,
-    slower: float = math.inf,
-    space: SearchSpace | None = None,
 ) -> tuple[Candidate, Search]:
     """As `search`, but if nothing fits, the layout that exceeds the budget least instead of an error.
 
     Raises:
-      MemoryBudgetError: it gives up; or none takes less than ``to_beat``, or ``slower`` times the seconds of the
-        fastest, and none that was priced until then fits.
+      MemoryBudgetError: it gives up; or none takes less than ``to_beat``, and none that was priced until then fits.
       ArgumentError: no such strategy.
       SpecError: a preset's axes do not divide the batch.
     """
     if strategy not in PRESETS:
         raise ArgumentError(f"strategy {strategy!r} is not known{nearest(strategy, PRESETS)}")
-    s = Search(space or SearchSpace(graph), budget, options)
-    if gives_up and strategy == "auto" and s.space.least_peak > budget:
+    s = Search(graph, budget, options)
+    if gives_up and strategy == "auto" and s.least_peak > budget:
         raise MemoryBudgetError(
             f"each layout of {graph.program.name} needs more than the memory budget of {size_text(budget, 2)} per "
-            f"device: {size_text(s.space.least_peak, 2)} or more",
-            s.space.least_peak,
+            f"device: {size_text(s.least_peak, 2)} or more",
+            s.least_peak,
             unsearched=True,
         )
-    found = s.best(_auto_choices(s, to_beat, slower) if strategy == "auto" else preset_choices(s, strategy))
+    found = s.best(_auto_choices(s, to_beat) if strategy == "auto" else preset_choices(s, strategy))
     if strategy == "auto" and not s.meets_bound(found) and s.bound < to_beat:
         found = s.best(_argument_choices(s, found))
     return revise_ends(s, _plainest(s, found)) if strategy == "auto" else found, s
@@ -116,14 +108,13 @@ def _plainest(s: Search, best: Candidate) -> Candidate:
     return min(fitting, key=lambda c: (sum(x.count for x in c.cost.collectives), s.key(c)))
 
 
-def _auto_choices(s: Search, to_beat: float, slower: float) -> Iterator[Choice]:
+def _auto_choices(s: Search, to_beat: float) -> Iterator[Choice]:
     """Solved layouts; then all choices of class axes and ZeRO stages if these are few and no solved layout meets the
     bound, else the data-parallel ones among them; of these the one that splits most where no solved layout can fit."""
     proven, solved = False, 0
-    for choice in solve_layouts(s, slower=slower):
+    for choice in solve_layouts(s):
         proven, solved = proven or s.meets_bound(s.price(choice)), solved + 1
         yield choice
-        to_beat = min(to_beat, slower * s.price(choice).cost.seconds)
         if s.bound >= to_beat:
             if all(c.memory.peak > s.budget for c in s.tried.values()):
                 raise MemoryBudgetError(_over_budget_message(s), _least(s), s.bound, none_faster=True)
@@ -143,7 +134,7 @@ def _auto_choices(s: Search, to_beat: float, slower: float) -> Iterator[Choice]:
         batch = tuple(axes if i in s.batch_classes and axes in options[i] else () for i in range(len(s.classes)))
         presets += [Choice(batch), Choice(batch, axes, 2), Choice(batch, axes, 3)]
     if len(s.graph.nodes) * len(presets) <= MAX_PRESET_WORK:
-        yield from presets[-1:] if math.isfinite(s.budget) and s.space.least_peak > s.budget else presets
+        yield from presets[-1:] if math.isfinite(s.budget) and s.least_peak > s.budget else presets
     elif not solved:
         yield presets[0]
         yield from presets[-3:]

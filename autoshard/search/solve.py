@@ -50,13 +50,10 @@ def solve(
     relaxed: Solution | None = None,
     *,
     milp_entries: int = MAX_MILP_ENTRIES,
-    to_beat: float = math.inf,
 ) -> Solution:
     """An assignment within the budgets, and a lower bound on the cost of all such assignments.
 
-    Args:
-      relaxed: the solution without budgets, where it is known (`solve_without_budgets`).
-      to_beat: where the bound reaches it before an assignment is within the budgets, none is looked for.
+    ``relaxed`` is the solution without budgets, where it is known (`solve_without_budgets`).
 
     It is optimal if the optimum without budgets fits and was proven, or if the pairwise tables have at most
     ``milp_entries`` entries; otherwise `Solution.gap` says what is not proven.
@@ -92,8 +89,6 @@ def solve(
             low, high = high, 4 * high
             multipliers[r] = high
             current = minimise_lagrangian()
-            if best is None and bound >= to_beat:
-                return Solution(current, problem.cost(current), bound)
         if budget.load(current) > budget.limit:
             break
         for _ in range(BISECTIONS):  # towards the least multiplier under which the budget is kept

@@ -9,7 +9,6 @@ was found (`_coarse_to_fine`); no bound is known of those.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -37,20 +36,17 @@ MAX_MEMORY_BUDGETS = 5
 """Most times that a problem is solved, each time with the peak of the last layout as one more budget."""
 
 
-def solve_layouts(
-    s: Search, limits: StrategyLimits | None = None, storage_axes: Axes = (), *, slower: float = math.inf
-) -> Iterator[Choice]:
+def solve_layouts(s: Search, limits: StrategyLimits | None = None, storage_axes: Axes = ()) -> Iterator[Choice]:
     """Solves the layout problem within ``limits``; yields a choice for each layout found, all priced.
 
     The first is found without a memory budget; each further one with one budget more, until one fits. If the budgets
     cannot all be kept, the last is a layout of little memory. Carried state and frozen parameters are stored sharded
-    over ``storage_axes`` beyond how they are used. Of those that take ``slower`` times as long as the first, or more,
-    none is looked for.
+    over ``storage_axes`` beyond how they are used.
     """
     number = itertools.count(1)
     if 0 < len(s.axes) <= MAX_AXES:
         (whole,) = merged_meshes(s.graph, MAX_AXES)
-        yield from _solve_on_mesh(s, whole, number, limits, storage_axes, slower=slower)
+        yield from _solve_on_mesh(s, whole, number, limits, storage_axes)
     elif s.axes and limits is None:  # limits name actual axes, which merged meshes do not have
         yield from _coarse_to_fine(s, number)
 
@@ -87,16 +83,13 @@ def _solve_on_mesh(
     limits: StrategyLimits | None = None,
     storage_axes: Axes = (),
     near_layouts: Sequence[Layout] = (),
-    *,
-    slower: float = math.inf,
 ) -> Iterator[Choice]:
     """Solves the layout problem over ``merged`` axes; if given, near ``near_layouts``. Takes layouts' numbers from
     ``number``, and raises the search's bound if the problem is that of the whole graph on the actual mesh."""
     graph, mesh = s.graph, s.graph.program.mesh
-    bound_holds = limits is None and merged.graph is graph and not near_layouts
-    groups = s.space.groups
-    layout_problem = s.space.problem if bound_holds else build_problem(merged.graph, limits, near_layouts, groups)
+    layout_problem = build_problem(merged.graph, limits, near_layouts, s.groups)
     problem = layout_problem.problem
+    bound_holds = limits is None and merged.graph is graph and not near_layouts
 
     def price(assignment: Sequence[int]) -> Candidate:
         specs = merged.expand_specs(layout_problem.value_specs(assignment))
@@ -121,17 +114,16 @@ def _solve_on_mesh(
     device_bytes = {v: float(value.device_bytes) for v, value in enumerate(graph.values)}
     sizes = least_sizes(device_bytes, layout_problem.bindings, layout_problem.options, merged.graph.program.mesh)
     fullest, least_peak = s.memory_model.least_peak({} if storage_axes else sizes)
-    relaxed, to_beat = s.space.relaxed if bound_holds else solve_without_budgets(problem), math.inf
+    relaxed = solve_without_budgets(problem)
     for _ in range(MAX_MEMORY_BUDGETS):
         try:
-            solution = solve(problem, relaxed, to_beat=to_beat)
+            solution = solve(problem, relaxed)
         except PlanError:
             solution = least_load(problem)
         if bound_holds:
             s.bound = max(s.bound, solution.bound - layout_problem.slack)
         candidate = price(solution.assignment)
         layout, peak = candidate.layout, candidate.memory.peak
-        to_beat = min(to_beat, slower * candidate.cost.seconds + layout_problem.slack)
         yield candidate.choice
         fits, without_limits = peak <= s.budget, not (storage_axes or problem.budgets)
         if fits and without_limits and candidate.cost.seconds > solution.cost * (1 + BOUND_TOLERANCE):

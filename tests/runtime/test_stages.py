@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,16 +12,12 @@ from autoshard import MeshConfig
 from autoshard.api import DEFAULT_PASSES
 from autoshard.cost.overlap import beside_products
 from autoshard.errors import MemoryBudgetError
-from autoshard.ir.graph import Graph
 from autoshard.ir.program import Program
-from autoshard.passes.dead_code import DeadCode
-from autoshard.plan.planner import PlanRequest
 from autoshard.runtime import stages
 from autoshard.runtime.fit_memory import within_budget
 from benchmarks.baselines import abstract
 from benchmarks.cells import GPT_7B, LLAMA_8B
 from benchmarks.zoo import decoder
-from tests.programs import mesh, mlp_args, mlp_step, program
 
 
 def test_a_layout_leaves_room_for_a_faster_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,24 +70,3 @@ def test_less_memory_is_not_searched_for_where_a_pipeline_is_slower_anyway(monke
     for to_beat, count, e in pursued:
         assert count == 1
         assert e.fastest > (1 - stages.MIN_GAIN) * to_beat >= (1 - stages.MIN_GAIN) * found.cost.seconds
-
-
-def test_equal_programs_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After different passes a program may be the same."""
-    real, searched = stages.search, list[float]()
-
-    def search(graph: Graph, strategy: str, budget: float, *args: Any, **rest: Any) -> Any:
-        searched.append(budget)
-        return real(graph, strategy, budget, *args, **rest)
-
-    monkeypatch.setattr(stages, "search", search)
-    traced, request = program(mlp_step, mlp_args(64, 32, 64), mesh(data=8)), PlanRequest(memory_budget=1e9)
-    with stages.keeping_programs():
-        plans = [stages.plan_program(traced, passes, request).plan for passes in ((), (DeadCode(),))]
-        assert searched == [1e9]
-        assert plans[0].inputs == plans[1].inputs
-        assert [len(p.passes) for p in plans] == [0, 1]
-        for _ in range(2):
-            with pytest.raises(MemoryBudgetError, match="each layout of"):
-                stages.plan_program(traced, (), replace(request, memory_budget=1.0), gives_up=True)
-    assert searched == [1e9, 1.0]

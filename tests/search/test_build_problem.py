@@ -16,7 +16,7 @@ from autoshard.ir.graph import Graph
 from autoshard.ir.program import PipelineRequest
 from autoshard.machine.mesh_config import MeshConfig
 from autoshard.search.build_problem import build_problem
-from autoshard.search.candidates import Search, SearchSpace
+from autoshard.search.candidates import Search
 from autoshard.search.solve import solve
 from autoshard.search.solved_layouts import solve_layouts
 from tests.programs import graph, mesh, mlp_args, mlp_step
@@ -83,7 +83,7 @@ def test_the_solution_costs_what_its_layout_is_priced_at(case: str, axes: dict[s
     """The solver adds up tables, the cost model prices a layout node by node: two implementations of one cost."""
     g = program(case, axes)
     solution = solve(build_problem(g).problem)
-    s = Search(SearchSpace(g), math.inf)
+    s = Search(g, math.inf)
     priced = s.price(next(solve_layouts(s))).cost
     assert priced.seconds == pytest.approx(solution.cost, rel=1e-5)  # scalars are in no table
     assert s.bound <= priced.seconds
@@ -101,7 +101,7 @@ def test_layouts_are_searched_for_with_what_goes_in_rings(staged: bool) -> None:
             fun, ({"down": (6, 4096, 2048), "up": (6, 2048, 4096)}, (16384, 2048)), replace(on, hardware=hardware)
         )
         request = PipelineRequest(on, "a") if staged else None
-        s = Search(SearchSpace(replace(g, program=replace(g.program, pipeline=request))), math.inf)
+        s = Search(replace(g, program=replace(g.program, pipeline=request)), math.inf)
         found.append((s, s.price(next(solve_layouts(s)))))
     (hiding, known), (_, unknown) = found
     assert known.cost.hidden > 0

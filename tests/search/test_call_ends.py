@@ -17,7 +17,7 @@ from autoshard.ir.graph import Graph
 from autoshard.ir.spec import Spec
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.search.call_ends import EQUALLY_FAST, MAX_SLOWER, loaded_dims, returned_pairs, revise_ends
-from autoshard.search.candidates import Candidate, Search, SearchSpace
+from autoshard.search.candidates import Candidate, Search
 from autoshard.search.search import explore
 from autoshard.search.solved_layouts import solve_layouts
 from tests.programs import CHIP, graph
@@ -71,7 +71,7 @@ def traced(fun: Any, args: Sequence[Any], mesh: LogicalMesh, **options: Any) -> 
 
 def found(g: Graph, budget: float = 16e9) -> tuple[Candidate, Candidate]:
     """The best layout as solved, and with its ends revised."""
-    s = Search(SearchSpace(g), budget)
+    s = Search(g, budget)
     before = s.best(solve_layouts(s))
     return before, revise_ends(s, before)
 
@@ -83,9 +83,7 @@ def inputs(g: Graph, c: Candidate) -> list[Spec]:
 def loading(g: Graph, c: Candidate) -> float:
     """Seconds over the host's link."""
     mesh = g.program.mesh
-    local = sum(
-        g.values[v].bytes / c.layout.specs[v].num_shards(mesh.shape) for v in loaded_dims(Search(SearchSpace(g), 1e9))
-    )
+    local = sum(g.values[v].bytes / c.layout.specs[v].num_shards(mesh.shape) for v in loaded_dims(Search(g, 1e9)))
     return local / mesh.hardware.host_bandwidth
 
 
@@ -105,7 +103,7 @@ def test_the_search_revises_what_auto_finds_and_a_preset_not() -> None:
     best, s = explore(g)
     assert inputs(g, best)[1].dims[0] == BOTH
     assert s.tried[best.choice] is best
-    solved = Search(SearchSpace(g), 16e9)
+    solved = Search(g, 16e9)
     assert solved.best(solve_layouts(solved)).layout.specs not in [c.layout.specs for c in s.tried.values()]
     for preset in ("dp", "tp", "fsdp_tp", "replicated"):
         assert "loading" not in explore(g, preset)[0].layout.origins.values()

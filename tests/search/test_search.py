@@ -18,14 +18,14 @@ from autoshard.errors import ArgumentError, MemoryBudgetError, SpecError
 from autoshard.ir.graph import Graph
 from autoshard.ir.propagate import propagate
 from autoshard.ir.spec import Spec
-from autoshard.search.candidates import Choice, Search, SearchSpace, zero_sharded
+from autoshard.search.candidates import Choice, Search, zero_sharded
 from autoshard.search.search import MAX_EXHAUSTIVE_WORK, argument_options, explore, search
 from tests.programs import CHIP, graph, mesh, mlp_args, mlp_step
 
 
 def every_combination(g: Graph) -> list[tuple[float, int]]:
     """Seconds and peak bytes of every combination of argument specs."""
-    s, cost_model = Search(SearchSpace(g), math.inf), CostModel(g)
+    s, cost_model = Search(g, math.inf), CostModel(g)
     memory_model = MemoryModel(g, cost_model)
     options = [argument_options(s, i) for i in range(len(g.inputs))]
     carried = dict(g.program.carries)
@@ -85,8 +85,8 @@ def test_no_layout_takes_less_than_the_least_peak(case: str) -> None:
     g = graph(fun, shapes, mesh(a=4))
     _, s = explore(g)
     priced = every_combination(g)
-    assert 0 < s.space.least_peak <= min(peak for _, peak in priced)
-    assert s.space.least_peak > 0.5 * min(peak for _, peak in priced), "it says little"
+    assert 0 < s.least_peak <= min(peak for _, peak in priced)
+    assert s.least_peak > 0.5 * min(peak for _, peak in priced), "it says little"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_the_least_peak_counts_no_more_than_is_stored(
     shapes: tuple[tuple[int, ...], ...], hardware: dict[str, int]
 ) -> None:
     g = graph(CASES["chain"][0], shapes, replace(mesh(a=4), hardware=replace(CHIP, **hardware)))
-    assert 0 < explore(g)[1].space.least_peak <= min(peak for _, peak in every_combination(g))
+    assert 0 < explore(g)[1].least_peak <= min(peak for _, peak in every_combination(g))
 
 
 def test_where_nothing_can_fit_little_is_searched() -> None:
@@ -110,16 +110,16 @@ def test_where_nothing_can_fit_little_is_searched() -> None:
     _, s = explore(g)
     least = min(c.memory.peak for c in s.tried.values())
     with pytest.raises(MemoryBudgetError) as e:
-        search(g, budget=s.space.least_peak * 0.99)
+        search(g, budget=s.least_peak * 0.99)
     assert e.value.least <= 1.01 * least
     assert e.value.fastest <= 1.01 * min(c.cost.seconds for c in s.tried.values())
-    _, hopeless = explore(g, budget=s.space.least_peak * 0.99)
+    _, hopeless = explore(g, budget=s.least_peak * 0.99)
     assert len(hopeless.tried) < len(s.tried)
 
 
 def test_a_search_that_gives_up_says_what_every_layout_needs() -> None:
     g = graph(mlp_step, mlp_args(64, 16, 32), mesh(a=2, b=2))
-    least = explore(g)[1].space.least_peak
+    least = explore(g)[1].least_peak
     with pytest.raises(MemoryBudgetError, match="each layout of mlp_step needs more than the memory budget of") as e:
         search(g, budget=least * 0.99, gives_up=True)
     assert (e.value.least, e.value.fastest) == (least, 0.0)
