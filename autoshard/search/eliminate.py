@@ -24,8 +24,8 @@ import numpy as np
 from autoshard.search.problem import REL_TOLERANCE, Array, Assignment, Problem
 
 MAX_ORDERS = 8
-"""Orders of elimination that are kept: those of the problems that a search solves again and again with other multipliers
-of its budgets. One of 6,000 variables takes 7 MB."""
+"""Orders of elimination that are kept: those of the problems that a search solves again and again with other
+multipliers of its budgets. One of 6,000 variables takes 7 MB."""
 
 
 @dataclass(frozen=True)
