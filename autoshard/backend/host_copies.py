@@ -31,6 +31,7 @@ from autoshard.cost.overlap.host_copies import copied_beside_products
 from autoshard.cost.overlap.products import innermost_loops, product_seconds, products_by_loop
 from autoshard.cost.overlap.weights_and_gradients import gradients_of
 from autoshard.ir.graph import Graph
+from autoshard.jaxpr.arguments import in_host_memory
 from autoshard.machine.host_link import FROM_HOST, layer_seconds
 from autoshard.machine.mesh import LogicalMesh
 from autoshard.plan.record import PlanRecord
@@ -140,8 +141,10 @@ def stacks_beside_copies(jaxpr: jx.Jaxpr, moves: Callable[[jx.JaxprEqn], bool]) 
     found = set[jx.Var]()
     for eqn in jaxpr.eqns:
         groups = jx.scan_groups(eqn)
-        if groups is not None and any(moves(e) and _on_host(e.outvars[0]) for e in jx.regions(eqn)[0].body.eqns):
-            found.update(v for v in eqn.outvars[groups.carry :] if not _on_host(v))
+        if groups is not None and any(
+            moves(e) and in_host_memory(e.outvars[0].aval) for e in jx.regions(eqn)[0].body.eqns
+        ):
+            found.update(v for v in eqn.outvars[groups.carry :] if not in_host_memory(v.aval))
     return found
 
 
@@ -174,10 +177,6 @@ def in_one_layout(
     if not before and not after:
         return body
     return jx.with_eqns(body, [*before, *body.eqns, *after], invars=starts, outvars=ends)
-
-
-def _on_host(var: jx.Var) -> bool:
-    return jx.aval(var).memory_space == jax.memory.Space.Host
 
 
 def one_order(var: jx.Var, shape: Sequence[int], lanes: int) -> Order:

@@ -51,6 +51,7 @@ from autoshard.cost.overlap.host_copies import copied_beside_products
 from autoshard.cost.overlap.products import is_kernel
 from autoshard.cost.overlap.weights_and_gradients import gradients_of
 from autoshard.ir.graph import Graph
+from autoshard.jaxpr.arguments import in_host_memory
 from autoshard.plan.record import PlanRecord
 
 
@@ -364,7 +365,7 @@ class _Lowering:
         if self._moves(eqn):
             (result,) = eqn.outvars
             order = one_order(result, self._shard_shape(result), self.islands.logical_mesh.hardware.tile[1])
-            if jx.aval(result).memory_space == jax.memory.Space.Host:
+            if in_host_memory(result.aval):
                 return sent(eqn, order)
             eqns, self.fetched[self.value_of[result]] = fetched(eqn, order)
             return eqns

@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-import jax
 from jax import lax
 from jax import numpy as jnp
 
 from autoshard import jaxpr as jx
+from autoshard.jaxpr.arguments import in_host_memory
 
 
 class _Made(NamedTuple):
@@ -38,7 +38,7 @@ class _Made(NamedTuple):
     @property
     def fetched(self) -> bool:
         """Whether it comes from the host's memory."""
-        return jx.aval(self.eqns[0].invars[0]).memory_space == jax.memory.Space.Host
+        return in_host_memory(self.eqns[0].invars[0].aval)
 
 
 def made_ahead(
